@@ -65,7 +65,8 @@ class ExtentIoError(KVDriveError):
         """Build the error for ``operation`` on ``path`` that failed with ``error``."""
         number = error.errno or 0
         at = f" at byte {offset}" if offset >= 0 else ""
-        return cls(f"{operation} {path}{at}: errno {number} ({os.strerror(number)})", str(path), offset, number)
+        message = f"{operation} {path}{at}: errno {number} ({os.strerror(number)})"
+        return cls(message, str(path), offset, number)
 
 
 class FingerprintMismatch(KVDriveError):
