@@ -1,0 +1,95 @@
+"""What the store keeps for one running request: its pages, its index on the device, its window cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kv_tier.geometry import Geometry
+from kv_tier.page_table import PageTable
+from kv_tier.window import WindowCache
+
+
+@dataclass
+class Figures:
+    """Count what a request's prefix and its steps cost; goes to the client with the usage."""
+
+    tokens_dram: int = 0
+    tokens_ssd: int = 0
+    tokens_computed: int = 0
+    bytes_read: int = 0
+    window_hits: int = 0
+    window_misses: int = 0
+
+
+class DeviceIndex:
+    """Hold the page means of one request on the device, contiguous by page ordinal.
+
+    ``means``: [layer, kv_head, max_pages, head_dim] float32 (the stored bits of the KV dtype, widened).
+    ``num_indexed[layer]``: how many leading pages are filled in.
+    """
+
+    def __init__(self, geometry: Geometry, max_pages: int) -> None:
+        self.means = torch.zeros(geometry.num_layers, geometry.num_kv_heads, max_pages, geometry.head_dim)
+        self.num_indexed = [0] * geometry.num_layers
+
+    @staticmethod
+    def bytes_for(geometry: Geometry, max_pages: int) -> int:
+        return 4 * geometry.num_layers * geometry.num_kv_heads * max_pages * geometry.head_dim
+
+    def truncate(self, num_pages: int) -> None:
+        self.num_indexed = [min(n, num_pages) for n in self.num_indexed]
+
+    def extend_to(self, layer: int, num_pages: int, pages: torch.Tensor, table: PageTable) -> torch.Tensor:
+        """Fill in the means of the first ``num_pages`` of ``pages``; return [kv_head, num_pages, head_dim]."""
+        done = self.num_indexed[layer]
+        if done < num_pages:
+            rows = table.means[layer].index_select(0, pages[done:num_pages])
+            self.means[layer, :, done:num_pages] = rows.transpose(0, 1)
+            self.num_indexed[layer] = num_pages
+        return self.means[layer, :, :num_pages]
+
+
+class RequestState:
+    """Follow one row of ``req_to_token`` through one life of it.
+
+    ``pages``: [max_pages] int64, the logical pages of the sequence by ordinal; the first ``num_pages`` are valid.
+    ``window`` and ``index`` are device memory, borrowed from the store's pool at the first sparse step.
+    """
+
+    def __init__(self, row: int, generation: int, max_pages: int) -> None:
+        self.row = row
+        self.generation = generation
+        self.pages = torch.full((max_pages,), -1, dtype=torch.int64)
+        self.lives = np.full(max_pages, -1, dtype=np.int64)
+        self.num_pages = 0
+        self.window: WindowCache | None = None
+        self.index: DeviceIndex | None = None
+        self.figures = Figures()
+        self.failure: str | None = None
+
+    def sync(self, pages: torch.Tensor, table: PageTable) -> None:
+        """Take over the current pages of the sequence, dropping what was cached of pages that changed.
+
+        SGLang rewrites a running row when the tree already holds a page (the row then points to the tree's copy).
+
+        Args:
+            pages: [n] int64 logical pages by ordinal.
+        """
+        count = pages.numel()
+        lives = table.life[pages.numpy()]
+        common = min(count, self.num_pages)
+        same = (self.pages[:common] == pages[:common]).numpy() & (self.lives[:common] == lives[:common])
+        if not same.all():
+            changed = np.flatnonzero(~same)
+            if self.window is not None:
+                self.window.drop(torch.from_numpy(changed))
+            if self.index is not None:
+                self.index.truncate(int(changed[0]))
+        self.pages[:count] = pages
+        self.lives[:count] = lives
+        self.num_pages = count
+        if self.index is not None:
+            self.index.truncate(count)

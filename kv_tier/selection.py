@@ -1,0 +1,82 @@
+"""Selection: which pages one (layer, KV head) attends at a step, inside its budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kv_kernels import dispatch
+
+from kv_tier.meta.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much one (layer, KV head) attends at a step.
+
+    Args:
+        pages: pages attended, sinks and local window included; None attends everything.
+        num_sink_tokens, local_window_tokens: positions at both ends that are always attended, rounded outward to pages.
+        page_size: positions per page.
+
+    Raises:
+        ConfigError: the pages do not hold the sinks, the local window and one page more.
+    """
+
+    pages: int | None
+    num_sink_tokens: int
+    local_window_tokens: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if self.pages is None:
+            return
+        # the local window can straddle one page more than its tokens fill
+        forced = self.num_sink_pages + -(-self.local_window_tokens // self.page_size) + 1
+        if self.pages <= forced:
+            raise ConfigError(
+                f"budget_tokens={self.pages * self.page_size} leaves nothing to select: num_sink_tokens="
+                f"{self.num_sink_tokens} and local_window_tokens={self.local_window_tokens} alone take "
+                f"{forced * self.page_size}; raise budget_tokens to at least {(forced + 1) * self.page_size}"
+            )
+
+    @property
+    def num_sink_pages(self) -> int:
+        return -(-self.num_sink_tokens // self.page_size)
+
+    def first_local_page(self, num_tokens: int) -> int:
+        """Return the page where the local window of a sequence of ``num_tokens`` begins."""
+        return max(0, num_tokens - self.local_window_tokens) // self.page_size
+
+    def covers(self, num_pages: int) -> bool:
+        """Whether everything is attended, so that sparse attention is full attention."""
+        return self.pages is None or num_pages <= self.pages
+
+
+def score_pages(
+    query: torch.Tensor, means: torch.Tensor, num_pages: int, first_local: int, budget: Budget, scale: float
+) -> torch.Tensor:
+    """Score pages for selection; pages that are always attended score +inf.
+
+    Args:
+        query: [kv_head, group, head_dim]; several query tokens count as a larger group.
+        means: [kv_head, indexed page, head_dim] float32; pages from there to ``num_pages`` must be local.
+        first_local: first page of the local window.
+
+    Returns:
+        [kv_head, num_pages] float32: the sum over the group of the softmax over pages of query . mean * scale.
+    """
+    indexed = means.shape[1]
+    assert first_local <= indexed <= num_pages, (first_local, indexed, num_pages)
+    scores = torch.full((means.shape[0], num_pages), float("inf"))
+    scores[:, budget.num_sink_pages : first_local] = dispatch.page_score(query, means, scale)[
+        :, budget.num_sink_pages : first_local
+    ]
+    return scores
+
+
+def select_pages(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
+    """Return the pages to attend, [kv_head, budget.pages] int64 ascending; ties go to the lower page."""
+    assert budget.pages is not None and scores.shape[1] > budget.pages
+    return dispatch.topk_pages(scores, budget.pages)

@@ -1,0 +1,644 @@
+"""The tiered store: every page of every request, in DRAM frames, in spans on SSD, or both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kv_tier.clusters import cluster_pages
+from kv_tier.frames import DUMMY_FRAME, FrameArena
+from kv_tier.geometry import Geometry
+from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
+from kv_tier.meta.span_file import SpanFile, SpanParts
+from kv_tier.page_table import NOWHERE, PageTable
+from kv_tier.request import DeviceIndex, RequestState
+from kv_tier.selection import Budget
+from kv_tier.spans import SealJob, SpanStore
+from kv_tier.window import WindowCache
+
+logger = logging.getLogger(__name__)
+
+READ_THREADS = 4
+PAGES_PER_CLUSTER = 8
+SPILL_PAGES = 128
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """What the store may use.
+
+    Args:
+        num_pages: logical pages SGLang may hand out, the padding page included.
+        num_frames: frames in DRAM.
+        max_pages_per_request: pages of the longest sequence.
+        window_multiple: window cache size as a multiple of the budget.
+        max_requests: requests that may run at once.
+    """
+
+    num_pages: int
+    num_frames: int
+    max_pages_per_request: int
+    window_multiple: int
+    max_requests: int
+
+
+@dataclass
+class Counters:
+    """Count what an operator wants to see; all only grow."""
+
+    bytes_read: int = 0
+    reads: int = 0
+    pages_lost: int = 0
+    pages_attached: int = 0
+    pages_sealed: int = 0
+    pages_spilled: int = 0
+    frames_evicted: int = 0
+    window_hits: int = 0
+    window_misses: int = 0
+    requests_failed: int = 0
+    pages_healed: int = 0
+
+
+class TieredStore:
+    """Own page table, frames, spans and the device memory of the running requests.
+
+    Not thread-safe: the scheduler's thread calls everything but what ``spans`` documents as safe elsewhere.
+    """
+
+    def __init__(self, geometry: Geometry, limits: StoreLimits, budget: Budget, spans: SpanStore) -> None:
+        self.geometry = geometry
+        self.limits = limits
+        self.budget = budget
+        self.spans = spans
+        self.table = PageTable(geometry, limits.num_pages)
+        self.frames = FrameArena(geometry, limits.num_frames)
+        self.table.frames[0] = DUMMY_FRAME
+        self.span_files: dict[int, SpanFile] = {}
+        self.counters = Counters()
+        self.clock = 0
+        self.pinned = np.zeros(limits.num_pages, dtype=bool)
+        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvdrive-reader")
+        self._requests: dict[int, RequestState] = {}
+        self._device_pool: list[tuple[WindowCache, DeviceIndex]] = []
+
+    # ---- requests -------------------------------------------------------------------------------------------
+
+    def request(self, row: int, generation: int) -> RequestState:
+        """Return the state of a row of ``req_to_token``, a fresh one if the row has begun another life."""
+        state = self._requests.get(row)
+        if state is None or state.generation != generation:
+            self.end_request(row)
+            state = RequestState(row, generation, self.limits.max_pages_per_request)
+            self._requests[row] = state
+        return state
+
+    def find_request(self, row: int | None, generation: int) -> RequestState | None:
+        state = None if row is None else self._requests.get(row)
+        return state if state is not None and state.generation == generation else None
+
+    def end_request(self, row: int) -> None:
+        """Take back the device memory of a row, if it has any."""
+        state = self._requests.pop(row, None)
+        if state is not None and state.window is not None:
+            assert state.index is not None
+            self._device_pool.append((state.window, state.index))
+
+    @property
+    def window_slots(self) -> int:
+        assert self.budget.pages is not None
+        return self.budget.pages * self.limits.window_multiple
+
+    def device_memory(self, state: RequestState) -> tuple[WindowCache, DeviceIndex]:
+        """Return the window cache and index of a request, from the pool at its first sparse step."""
+        if state.window is None or state.index is None:
+            if self._device_pool:
+                state.window, state.index = self._device_pool.pop()
+                state.window.reset()
+                state.index.truncate(0)
+            else:
+                max_pages = self.limits.max_pages_per_request
+                state.window = WindowCache(self.geometry, self.window_slots, max_pages)
+                state.index = DeviceIndex(self.geometry, max_pages)
+        return state.window, state.index
+
+    def fail(self, states: Sequence[RequestState], reason: str) -> None:
+        """Poison requests: their output of this step is dropped, they end with ``reason``."""
+        for state in states:
+            if state.failure is None:
+                state.failure = reason
+                self.counters.requests_failed += 1
+
+    # ---- logical pages --------------------------------------------------------------------------------------
+
+    def release_pages(self, pages: np.ndarray) -> None:
+        """End the life of logical pages ([n] int64): SGLang took them back."""
+        pages = pages[pages != 0]
+        held = self.table.frames[pages]
+        self.frames.free(held[held > DUMMY_FRAME].tolist())
+        self._detach(pages)
+        self.table.reset(pages)
+
+    def _detach(self, pages: np.ndarray) -> None:
+        ids, counts = np.unique(self.table.span_of[pages], return_counts=True)
+        for span_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            if span_id != NOWHERE:
+                self._release_span(span_id, count)
+        self.table.span_of[pages] = NOWHERE
+
+    def _release_span(self, span_handle: int, count: int) -> None:
+        span = self.span_files[span_handle]
+        self.spans.release(span, count)
+        if span.num_attached == 0:
+            del self.span_files[span_handle]
+
+    def _bind(self, pages: np.ndarray, span: SpanFile, ordinals: np.ndarray) -> None:
+        """Let pages point into a span; an earlier binding is given up."""
+        self._detach(pages)
+        handle = id(span)
+        self.span_files[handle] = span
+        span.num_attached += len(pages)
+        self.table.span_of[pages] = handle
+        self.table.ordinal_of[pages] = ordinals
+
+    def clear(self) -> None:
+        """Forget all pages (SGLang's flush_cache); files stay."""
+        self.collect_sealed(wait_s=60.0)
+        self.release_pages(np.arange(1, self.limits.num_pages))
+        for row in list(self._requests):
+            self.end_request(row)
+
+    def prepare_pages(self, pages: np.ndarray, owners: dict[int, RequestState]) -> None:
+        """Give a frame to every page that is about to be written; a page that finds none fails its request."""
+        need = pages[(self.table.frames[pages] == NOWHERE)]
+        self.pinned[pages] = True
+        try:
+            if not self.reserve_frames(len(need)):
+                room = self.frames.num_free
+                for page in need[room:].tolist():
+                    self.fail([owners[page]], "NO_FRAMES: dram_bytes holds no room for this request; retry later")
+                self.table.frames[need[room:]] = DUMMY_FRAME
+                self.table.lost[need[room:]] = True
+                need = need[:room]
+            self.table.frames[need] = self.frames.alloc(len(need))
+        finally:
+            self.pinned[pages] = False
+        self.clock += 1
+        self.table.stamp[pages] = self.clock
+
+    def reserve_frames(self, count: int) -> bool:
+        """Free frames until ``count`` are there: sealed pages leave first, then unsealed ones are spilled.
+
+        Returns:
+            Whether ``count`` frames are free now. Pages marked ``pinned`` stay.
+        """
+        self.collect_sealed()
+        while self.frames.num_free < count:
+            if self._evict_frames(count - self.frames.num_free):
+                continue
+            if self.spans.num_outstanding:
+                self.collect_sealed(wait_s=30.0)
+            elif not self._spill():
+                return False
+        return True
+
+    def _evict_frames(self, count: int) -> int:
+        table = self.table
+        candidates = np.flatnonzero((table.frames > DUMMY_FRAME) & (table.span_of != NOWHERE) & ~self.pinned)
+        if len(candidates) > count:
+            order = np.argpartition(table.stamp[candidates], count - 1)
+            candidates = candidates[order[:count]]
+        self.frames.free(table.frames[candidates].tolist())
+        table.frames[candidates] = NOWHERE
+        self.counters.frames_evicted += len(candidates)
+        return len(candidates)
+
+    def _spill(self) -> bool:
+        """Write full pages that no span holds to an unlinked file, oldest first; whether there were any."""
+        table = self.table
+        full = (table.filled == self.geometry.page_size) & (table.frames > DUMMY_FRAME)
+        candidates = np.flatnonzero(full & (table.span_of == NOWHERE) & ~self.pinned)
+        if len(candidates) == 0:
+            return False
+        pages = candidates[np.argsort(table.stamp[candidates], kind="stable")[:SPILL_PAGES]]
+        empty = bytes(32)
+        tokens = np.zeros((len(pages), self.geometry.page_size), dtype=np.uint32)
+        errors_before = self.spans.num_seal_errors
+        self.seal(pages, tokens, [empty] * len(pages), first_page=0, parent_key=empty, durable=False)
+        self.collect_sealed(wait_s=60.0)
+        self.counters.pages_spilled += len(pages)
+        return self.spans.num_seal_errors == errors_before
+
+    def can_admit(self, num_tokens: int) -> bool:
+        """Whether a prefill of ``num_tokens`` more positions finds frames now (frame admission control)."""
+        return self.reserve_frames(min(self.geometry.num_pages(num_tokens) + 1, self.frames.num_usable))
+
+    # ---- sealing and attaching ------------------------------------------------------------------------------
+
+    def seal(
+        self,
+        pages: np.ndarray,
+        tokens: np.ndarray,
+        keys: Sequence[bytes],
+        *,
+        first_page: int,
+        parent_key: bytes,
+        durable: bool,
+    ) -> None:
+        """Write pages of one stretch to a span in the background; blocks while the writer is behind.
+
+        Args:
+            pages: [n] int64 full logical pages, ascending ordinals from ``first_page``.
+            tokens: [n, page_size] uint32.
+            keys: n page keys of 32 bytes; parent_key: the key of the page before, zeros for none.
+            durable: False spills to an unlinked file that dies with the process.
+        """
+        if self.table.lost[pages].any():
+            return
+        kv_pages = torch.from_numpy(pages)
+        geometry = self.geometry
+        means = torch.stack([m.index_select(0, kv_pages).transpose(0, 1) for m in self.table.means])
+        pairs = geometry.num_layers * geometry.num_kv_heads
+        num_clusters = max(1, len(pages) // PAGES_PER_CLUSTER)
+        assignment, centroids = cluster_pages(means.view(pairs, len(pages), -1), num_clusters)
+        order = torch.argsort(assignment, dim=1, stable=True)
+        packed = self._pack(pages, order.view(geometry.num_layers, geometry.num_kv_heads, -1))
+        if packed is None:
+            return
+        shape = (geometry.num_layers, geometry.num_kv_heads, len(pages))
+        parts = SpanParts(
+            tokens=tokens,
+            keys=list(keys),
+            means=_bits(means),
+            order=order.view(shape).numpy().astype(np.uint16),
+            clusters=assignment.gather(1, order).view(shape).numpy().astype(np.uint16),
+            centroids=_bits(centroids.to(geometry.dtype).view(*shape[:2], num_clusters, -1)),
+            kv=packed,
+        )
+        exact = self.table.exact[pages]
+        num_exact = len(pages) if exact.all() else int(np.argmin(exact))
+        self.spans.submit(
+            SealJob(pages, self.table.life[pages].copy(), first_page, num_exact, durable, parent_key, parts)
+        )
+
+    def _pack(self, pages: np.ndarray, order: torch.Tensor) -> np.ndarray | None:
+        """Copy pages in packing order: [layer, kv_head, place, 2, page_size, head_dim] raw bits; None if some are lost."""
+        geometry = self.geometry
+        shape = (geometry.num_layers, geometry.num_kv_heads, len(pages), 2, geometry.page_size, geometry.head_dim)
+        packed = torch.empty(shape, dtype=geometry.dtype)
+        stream = LayerStream(self, pages)
+        for layer in range(geometry.num_layers):
+            k, v = stream.gather(layer, pages)
+            for source, half in ((k, 0), (v, 1)):
+                index = order[layer][:, :, None, None].expand(-1, -1, geometry.page_size, geometry.head_dim)
+                packed[layer, :, :, half] = source.gather(1, index)
+        return None if stream.lost_pages else _bits(packed)
+
+    def collect_sealed(self, wait_s: float = 0.0) -> None:
+        """Bind pages to the spans that were finished since the last call."""
+        for job in self.spans.finished(wait_s):
+            if job.span is None:
+                continue
+            alive = self.table.life[job.pages] == job.lives
+            pages = job.pages[alive]
+            if len(pages) == 0 and not job.durable:
+                job.span.close()
+                continue
+            self._bind(pages, job.span, np.flatnonzero(alive))
+            self.counters.pages_sealed += len(pages)
+
+    def attach(self, pages: np.ndarray, keys: Sequence[bytes]) -> bool:
+        """Bind logical pages to the spans that hold ``keys``: indexes are read, no KV is.
+
+        Returns:
+            False, a miss, when a page is gone or an index does not match its checksum; nothing is bound then.
+        """
+        with self.spans.lock:
+            places = [self.spans.locate(key) for key in keys]
+        groups: dict[int, tuple[SpanFile, list[int], list[int]]] = {}
+        for page, place in zip(pages.tolist(), places, strict=True):
+            if place is None:
+                return False
+            span, ordinal = place
+            group = groups.setdefault(id(span), (span, [], []))
+            group[1].append(page)
+            group[2].append(ordinal)
+        indexes = []
+        for span, _, _ in groups.values():
+            try:
+                indexes.append(span.read_means())
+            except (CorruptExtentError, ExtentIoError) as error:
+                logger.error("span %d is quarantined, its pages are recomputed: %s", span.span_id, error)
+                self.spans.quarantine(span)
+                return False
+        for (span, group_pages, ordinals), index in zip(groups.values(), indexes, strict=True):
+            at = np.array(group_pages)
+            means = torch.from_numpy(index.view(np.int16 if index.itemsize == 2 else np.int32))
+            means = means.view(self.geometry.dtype)[:, :, ordinals].transpose(1, 2)
+            for layer, table_means in enumerate(self.table.means):
+                table_means[torch.from_numpy(at)] = means[layer]
+            self.counters.bytes_read += index.nbytes
+            self._bind(at, span, np.array(ordinals))
+            self.table.filled[at] = self.geometry.page_size
+            self.table.exact[at] = np.array(ordinals) < span.header.num_exact_pages
+        self.counters.pages_attached += len(pages)
+        self.clock += 1
+        self.table.stamp[pages] = self.clock
+        return True
+
+    def lose(self, span: SpanFile, ordinals: Sequence[int], reason: object) -> None:
+        """Give up pages of a span whose bytes failed: quarantined, counted, recomputed from tokens when next used."""
+        new = self.spans.mark_bad(span, ordinals)
+        self.counters.pages_lost += new
+        logger.error("%d pages of span %d are lost and will be recomputed: %s", new, span.span_id, reason)
+        attached = np.flatnonzero(self.table.span_of == id(span))
+        gone = attached[np.isin(self.table.ordinal_of[attached], ordinals) & (self.table.frames[attached] == NOWHERE)]
+        self.table.lost[gone] = True
+
+    def adopt(self, source: int, target: int) -> None:
+        """Let a lost page take over the recomputed bytes of ``source``, which is about to be freed."""
+        assert self.table.lost[target] and not self.table.lost[source]
+        frame = int(self.table.frames[target])
+        if frame > DUMMY_FRAME:
+            self.frames.free([frame])
+        self._detach(np.array([target]))
+        self.table.move(source, target)
+        self.counters.pages_healed += 1
+
+    # ---- reading --------------------------------------------------------------------------------------------
+
+    def read_misses(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        pages: torch.Tensor,
+        state: RequestState,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+    ) -> None:
+        """Fetch single pages of single heads: from frames where they are, else from spans.
+
+        Args:
+            heads, pages: [miss] int64 KV head and logical page.
+            state: who needs them; it is failed if a page is lost.
+            k_out, v_out: [miss, page_size * head_dim], filled in order.
+        """
+        frames = self.table.frame_of[pages]
+        rows = (heads * self.frames.num_frames + frames).clamp_(min=0)
+        torch.index_select(self.frames.k_rows[layer], 0, rows, out=k_out)
+        torch.index_select(self.frames.v_rows[layer], 0, rows, out=v_out)
+        away = (frames < 0).nonzero().view(-1)
+        if away.numel():
+            self._read_spans(layer, heads[away].numpy(), pages[away].numpy(), state, k_out, v_out, away)
+
+    def _read_spans(
+        self,
+        layer: int,
+        heads: np.ndarray,
+        pages: np.ndarray,
+        state: RequestState,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
+        """Read pages from their spans, one job per (span, head); lost pages come back as zeros."""
+        geometry = self.geometry
+        shape = (2, geometry.page_size, geometry.head_dim)
+        raw = torch.zeros((len(pages), *shape), dtype=geometry.dtype)
+        bits = _bits(raw)
+        handles = self.table.span_of[pages]
+        jobs = []
+        for handle, head in sorted({*zip(handles.tolist(), heads.tolist(), strict=True)}):
+            chosen = np.flatnonzero((handles == handle) & (heads == head))
+            if handle == NOWHERE:
+                self.fail([state], "LOST_PAGE: a page of this sequence could not be read and is recomputed on retry")
+                continue
+            span = self.span_files[handle]
+            ordinals = self.table.ordinal_of[pages[chosen]]
+            jobs.append((span, chosen, self.readers.submit(_read_pages, span, layer, head, ordinals, shape, bits.dtype)))
+        for span, chosen, job in jobs:
+            data, num_bytes, error = job.result()
+            bits[chosen] = data
+            self.counters.bytes_read += num_bytes
+            self.counters.reads += 1
+            state.figures.bytes_read += num_bytes
+            if error is not None:
+                ordinals = self.table.ordinal_of[pages[chosen]]
+                self.lose(span, _bad_ordinals(error, ordinals), error)
+                self.fail([state], "LOST_PAGE: a page of this sequence failed its checksum and is recomputed on retry")
+        k_out[places] = raw[:, 0].reshape(len(pages), -1)
+        v_out[places] = raw[:, 1].reshape(len(pages), -1)
+
+    def gauges(self) -> dict[str, int]:
+        geometry = self.geometry
+        device = len(self._device_pool) + sum(s.window is not None for s in self._requests.values())
+        return {
+            "frames_total": self.frames.num_usable,
+            "frames_free": self.frames.num_free,
+            "pages_lost_now": int(self.table.lost.sum()),
+            "dram_bytes": self.frames.num_frames * geometry.page_bytes + self.table.num_bytes,
+            "device_bytes": device * self.device_bytes_per_request() if self.budget.pages is not None else 0,
+            "requests": len(self._requests),
+            **self.spans.gauges(),
+        }
+
+    def device_bytes_per_request(self) -> int:
+        max_pages = self.limits.max_pages_per_request
+        return WindowCache.bytes_for(self.geometry, self.window_slots, max_pages) + DeviceIndex.bytes_for(
+            self.geometry, max_pages
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that frames, page table and attachments agree."""
+        held = self.table.frames[self.table.frames > DUMMY_FRAME]
+        self.frames.check_integrity(held.tolist())
+        handles, counts = np.unique(self.table.span_of[self.table.span_of != NOWHERE], return_counts=True)
+        assert set(handles.tolist()) == set(self.span_files), "attached spans and page table disagree"
+        for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
+            assert self.span_files[handle].num_attached == count
+        for state in self._requests.values():
+            if state.window is not None:
+                state.window.check_integrity()
+
+    def close(self) -> None:
+        self.collect_sealed(wait_s=60.0)
+        self.spans.close()
+        self.readers.shutdown()
+
+
+class LayerStream:
+    """Bring the pages that have no frame from their spans, one layer after another, ahead of the layer in use.
+
+    Where frames are free, the bytes stay in them (the pages are resident afterwards); otherwise they last one layer.
+    Pages that cannot be read are zeros and are listed in ``lost_pages`` ({logical page}).
+    """
+
+    AHEAD = 4
+
+    def __init__(self, store: TieredStore, pages: np.ndarray, *, keep: bool = False) -> None:
+        self.store = store
+        self.lost_pages: set[int] = {int(p) for p in pages[store.table.lost[pages]]}
+        self.bytes_read = 0
+        table = store.table
+        away = np.unique(pages[(table.frames[pages] == NOWHERE) & (table.span_of[pages] != NOWHERE)])
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._place = np.full(store.limits.num_pages, NOWHERE, dtype=np.int64) if len(away) else None
+        self._away = away
+        self._jobs: dict[int, list[tuple[SpanFile, np.ndarray, object]]] = {}
+        self._kept = self._take_frames(pages) if keep and len(away) else False
+        if self._place is not None:
+            self._place[away] = np.arange(len(away))
+
+    def _take_frames(self, pages: np.ndarray) -> bool:
+        """Reserve frames for every page on its way if that costs no spilling; whether it worked."""
+        store, count = self.store, len(self._away)
+        store.pinned[pages] = True
+        try:
+            if store.frames.num_free < count:
+                store._evict_frames(count - store.frames.num_free)
+        finally:
+            store.pinned[pages] = False
+        if store.frames.num_free < count:
+            return False
+        self._frames = torch.tensor(store.frames.alloc(count), dtype=torch.int64)
+        return True
+
+    def _request(self, layer: int) -> None:
+        if layer in self._jobs or layer >= self.store.geometry.num_layers:
+            return
+        table, jobs = self.store.table, []
+        handles = table.span_of[self._away]
+        for handle in np.unique(handles).tolist():
+            span = self.store.span_files[handle]
+            chosen = np.flatnonzero(handles == handle)
+            ordinals = table.ordinal_of[self._away[chosen]]
+            jobs.append((span, chosen, self.store.readers.submit(_read_layer, span, layer, ordinals)))
+        self._jobs[layer] = jobs
+
+    def _arrive(self, layer: int) -> None:
+        """Wait for a layer and put its bytes where ``gather`` finds them."""
+        if self._place is None or layer in self._staged:
+            return
+        for ahead in range(layer, layer + self.AHEAD):
+            self._request(ahead)
+        store, geometry = self.store, self.store.geometry
+        shape = (geometry.num_kv_heads, len(self._away), 2, geometry.page_size, geometry.head_dim)
+        raw = torch.zeros(shape, dtype=geometry.dtype)
+        bits = _bits(raw)
+        for span, chosen, job in self._jobs.pop(layer):
+            data, num_bytes, error = job.result()  # type: ignore[attr-defined]
+            bits[:, chosen] = data
+            self.bytes_read += num_bytes
+            store.counters.bytes_read += num_bytes
+            store.counters.reads += 1
+            if error is not None:
+                ordinals = store.table.ordinal_of[self._away[chosen]]
+                bad = _bad_ordinals(error, ordinals)
+                store.lose(span, bad, error)
+                self.lost_pages.update(self._away[chosen][np.isin(ordinals, bad)].tolist())
+        k, v = raw[:, :, 0], raw[:, :, 1]
+        if self._kept:
+            store.frames.k[layer].index_copy_(1, self._frames, k)
+            store.frames.v[layer].index_copy_(1, self._frames, v)
+        self._staged = {layer: (k, v)}
+
+    def gather(self, layer: int, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of ``pages``: each [kv_head, n, page_size, head_dim], owned by the caller."""
+        store = self.store
+        self._arrive(layer)
+        frames = store.table.frame_of[torch.from_numpy(pages)]
+        at = frames.clamp(min=DUMMY_FRAME)
+        k = store.frames.k[layer].index_select(1, at)
+        v = store.frames.v[layer].index_select(1, at)
+        missing = (frames < 0).nonzero().view(-1)
+        if missing.numel():
+            places = np.full(missing.numel(), NOWHERE) if self._place is None else self._place[pages[missing.numpy()]]
+            found = torch.from_numpy(places >= 0)
+            if bool(found.any()):
+                staged_k, staged_v = self._staged[layer]
+                here = torch.from_numpy(places)[found]
+                k.index_copy_(1, missing[found], staged_k.index_select(1, here))
+                v.index_copy_(1, missing[found], staged_v.index_select(1, here))
+            if not bool(found.all()):
+                k[:, missing[~found]] = 0
+                v[:, missing[~found]] = 0
+        return k, v
+
+    def finish(self) -> None:
+        """Make the kept pages resident after the last layer; lost ones give their frame back."""
+        if not self._kept:
+            return
+        good = np.array([page not in self.lost_pages for page in self._away.tolist()])
+        self.store.table.frames[self._away[good]] = self._frames.numpy()[good]
+        self.store.frames.free(self._frames.numpy()[~good].tolist())
+        self.store.table.stamp[self._away] = self.store.clock
+        self._kept = False
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """Return the raw bits of a contiguous tensor as uint16 or uint32, sharing its memory."""
+    if tensor.element_size() == 2:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.contiguous().view(torch.int32).numpy().view(np.uint32)
+
+
+def _bad_ordinals(error: Exception, ordinals: np.ndarray) -> list[int]:
+    """Return which of ``ordinals`` an error makes unreadable: the ones it names, or all."""
+    named = getattr(error, "bad_pages", None)
+    return [int(o) for o in (named if named else ordinals)]
+
+
+def _read_layer(span: SpanFile, layer: int, ordinals: np.ndarray) -> tuple[np.ndarray, int, Exception | None]:
+    """Read one layer of a span, [kv_head, len(ordinals), 2, page_size, head_dim] in the order asked for."""
+    error: Exception | None = None
+    try:
+        data = span.read_layer(layer)
+    except CorruptExtentError as corrupt:
+        error = corrupt
+        header = span.header
+        data = np.zeros(
+            (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim), dtype=span.bits_dtype
+        )
+        for head in range(header.num_kv_heads):
+            part, _, _ = _read_pages(span, layer, head, np.arange(header.num_pages), data.shape[2:], data.dtype)
+            data[head, span.place_of[layer, head]] = part
+    except ExtentIoError as failed:
+        header = span.header
+        shape = (header.num_kv_heads, len(ordinals), 2, header.page_size, header.head_dim)
+        return np.zeros(shape, dtype=span.bits_dtype), 0, failed
+    places = span.place_of[layer][:, ordinals]
+    return data[np.arange(data.shape[0])[:, None], places], data.nbytes, error
+
+
+def _read_pages(
+    span: SpanFile, layer: int, head: int, ordinals: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+) -> tuple[np.ndarray, int, Exception | None]:
+    """Read single pages of one head of a span; what fails is zeros and named by the error."""
+    out = np.zeros((len(ordinals), *shape), dtype=dtype)
+    try:
+        return out, span.read_pages(layer, head, ordinals.tolist(), out), None
+    except (CorruptExtentError, ExtentIoError) as error:
+        for place, ordinal in enumerate(ordinals.tolist()):
+            if ordinal in _bad_ordinals(error, ordinals):
+                out[place] = 0
+        return out, 0, error
+
+
+def require_capacity(limits: StoreLimits, geometry: Geometry, chunk_tokens: int) -> None:
+    """Refuse frames that cannot hold two prefill chunks and a decode tail per request.
+
+    Raises:
+        CapacityError: names the flag and the least value.
+    """
+    need = 2 * geometry.num_pages(chunk_tokens) + limits.max_requests + 1
+    if limits.num_frames < need:
+        raise CapacityError(
+            f"dram_bytes leaves {limits.num_frames} frames of {geometry.page_bytes} bytes, but two prefill chunks of "
+            f"{chunk_tokens} tokens and {limits.max_requests} decode tails need {need}: raise dram_bytes by "
+            f"{(need - limits.num_frames) * geometry.page_bytes}, or lower --chunked-prefill-size or "
+            f"--max-running-requests"
+        )
