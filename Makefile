@@ -1,0 +1,80 @@
+# Needs Python 3.11, make and git; everything else comes into $(VENV) from the lock files in requirements/.
+#
+#   make demo    the whole path on a real model: ingest, ask, fork, suspend, kill, resume
+#   make test    every test that needs no GPU
+#   make check   formatting, lint, types, layers, proto
+#   make bench   exactness, decode and resume, as tables and as JSON in bench-results/
+#   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
+#   make clean   remove what was built            make distclean   and the environment and model too
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := kvdrive_sglang kv_tier kernels services benchmarks tests
+
+# Spinning OpenMP threads of two torch processes slow each other tenfold.
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-kernels check proto bench lock clean distclean venv
+.DEFAULT_GOAL := venv
+
+venv: $(READY)
+
+demo: $(READY)
+	$(BIN)/kvdrive demo
+
+test: $(READY)
+	$(BIN)/pytest tests/kv_kernels
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+
+bench: $(READY)
+	mkdir -p bench-results
+	for name in exactness decode resume; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
+
+# Stubs keep the package path kv_services/v1; the schema's own package is kvdrive.session.v1.
+proto: $(READY)
+	$(BIN)/python -m grpc_tools.protoc -Ikv_services/v1=proto/kvdrive/session/v1 \
+		--python_out=services --pyi_out=services --grpc_python_out=services kv_services/v1/session.proto
+
+COMPILE = $(BIN)/uv pip compile --quiet --upgrade --only-binary :all: --no-emit-index-url --no-annotate --no-header \
+	--generate-hashes --python-version 3.11
+
+UV_VERSION ?= 0.13.9
+
+lock: $(READY)
+	$(COMPILE) --python-platform x86_64-manylinux_2_36 --extra dev pyproject.toml -o requirements/dev.txt
+	$(COMPILE) --python-platform x86_64-manylinux_2_36 --extra engine -c requirements/dev.txt pyproject.toml \
+		-o requirements/engine.txt
+	$(COMPILE) --universal --extra service -c requirements/dev.txt pyproject.toml -o requirements/service.txt
+	$(COMPILE) --universal --extra client -c requirements/dev.txt pyproject.toml -o requirements/client.txt
+	echo 'uv==$(UV_VERSION)' | $(COMPILE) --universal - -o requirements/uv.txt
+
+clean:
+	rm -rf build dist *.egg-info bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) .model .cache
+
+# uv comes by pip: from the new environment where Debian's python3-venv is there, else from python3-pip.
+$(READY): requirements/dev.txt requirements/uv.txt pyproject.toml
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed, found '$(PYTHON)'; name one with: make PYTHON=..." >&2; exit 1; }
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(VENV); \
+	elif "$(PYTHON)" -m pip --version >/dev/null 2>&1; then \
+		"$(PYTHON)" -m pip install --quiet --upgrade --target build/uv --require-hashes -r requirements/uv.txt; \
+		build/uv/bin/uv venv --quiet --clear --seed --python "$(PYTHON)" $(VENV); \
+	else echo "$(PYTHON) can make no environment: install Debian's python3-venv (or python3-pip)" >&2; exit 1; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation -e .
+	@touch $@
