@@ -1,14 +1,14 @@
 """The data directory: its tree, its owners, its secret. Every file name of the store is built here.
 
-    <data dir>/            0700
-    |- spans/              <span id, 16 hex digits>.span, .tmp-<the same> while being written
-    |- quarantine/         spans that failed validation, kept for inspection
-    |- sessions/           <session id>.log, one token log per session
-    |- catalog/            files of the embedded metadata store
-    |- engine.lock         flock of the one engine, holding its pid
-    |- service.lock        flock of the one service, holding its pid
-    |- engine.sock         control socket of the engine
-    `- secret              32 random bytes, 0600: tenants' salts are derived from it
+<data dir>/            0700
+|- spans/              <span id, 16 hex digits>.span, .tmp-<the same> while being written
+|- quarantine/         spans that failed validation, kept for inspection
+|- sessions/           <session id>.log, one token log per session
+|- catalog/            files of the embedded metadata store
+|- engine.lock         flock of the one engine, holding its pid
+|- service.lock        flock of the one service, holding its pid
+|- engine.sock         control socket of the engine
+`- secret              32 random bytes, 0600: tenants' salts are derived from it
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The exceptions of the store, in one tree.
 
-    KVDriveError
-    |- ConfigError            a setting is wrong or missing: which one, its limit, what to pass
-    |- CapacityError          a budget cannot hold what was asked for: which one, by how much
-    |- CorruptExtentError     bytes on disk are not what was written: a miss, never wrong KV
-    |- ExtentIoError          the operating system failed a file operation on a span
-    |- FingerprintMismatch    intact bytes of another model, configuration or format version: a miss
-    |- DataDirError           the data directory cannot be used
-    |  |- DataDirBusy         another process owns it
-    |  `- DataDirForeign      it is not a data directory, or belongs to somebody else
-    `- CatalogUnavailable     the metadata store does not answer
+KVDriveError
+|- ConfigError            a setting is wrong or missing: which one, its limit, what to pass
+|- CapacityError          a budget cannot hold what was asked for: which one, by how much
+|- CorruptExtentError     bytes on disk are not what was written: a miss, never wrong KV
+|- ExtentIoError          the operating system failed a file operation on a span
+|- FingerprintMismatch    intact bytes of another model, configuration or format version: a miss
+|- DataDirError           the data directory cannot be used
+|  |- DataDirBusy         another process owns it
+|  `- DataDirForeign      it is not a data directory, or belongs to somebody else
+`- CatalogUnavailable     the metadata store does not answer
 """
 
 from __future__ import annotations

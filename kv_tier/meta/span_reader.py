@@ -1,0 +1,413 @@
+"""Read span files; every byte handed out was checked.
+
+Reads use positions, so any number of threads may share a SpanFile; none may outlive ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
+from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.page_keys import KEY_BYTES
+from kv_tier.meta.span_format import (
+    BLOCK_BYTES,
+    Raw,
+    Section,
+    SectionType,
+    SpanHeader,
+    crc32c,
+    crc32c_rows,
+    decode_header,
+    encode_header,
+    key_chain_problem,
+)
+from kv_tier.meta.span_io import Bytes, bytes_of, inverse, naming, read_into, runs
+
+
+@dataclass(frozen=True)
+class SpanTables:
+    """Hold a span's packing order and checksums.
+
+    Attributes:
+        order: [L, H, n] uint16; page ordinal at each place.
+        place_of: [L, H, n] uint16; place of each page ordinal.
+        clusters: [L, H, n] uint16; cluster id at each place.
+        page_crcs: [L, H, n (place)] uint32.
+        layer_crcs: [L] uint32.
+    """
+
+    order: Raw
+    place_of: Raw
+    clusters: Raw
+    page_crcs: Raw
+    layer_crcs: Raw
+
+
+class SpanFile:
+    """Read one immutable span through an open file; every byte handed out was checked.
+
+    Attributes:
+        path: where it was opened, for messages.
+        fd: the file, owned by this object until ``close``.
+        header: the decoded header.
+        sections: the section table, by type.
+        tokens: [num_pages, page_size] uint32.
+        keys: num_pages keys of 32 bytes.
+        bad_pages: ordinals of pages known to be lost; kept by the owner.
+        num_attached: logical pages that point here; kept by the owner.
+        retired: no longer offered, closed once nothing is attached; kept by the owner.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        header: SpanHeader,
+        sections: dict[int, Section],
+        tokens: npt.NDArray[np.uint32],
+        keys: list[bytes],
+        *,
+        dir_fd: int | None,
+        fs: FileSystem = REAL,
+    ) -> None:
+        self.path = path
+        self.fd = fd
+        self.header = header
+        self.sections = sections
+        self.tokens = tokens
+        self.keys = keys
+        self.bad_pages: set[int] = set()
+        self.num_attached = 0
+        self.retired = False
+        self._dir_fd = dir_fd
+        self._fs = fs
+        self._tables: SpanTables | None = None
+
+    @classmethod
+    def open(cls, path: Path, *, dir_fd: int | None = None, fs: FileSystem = REAL) -> Self:
+        """Open and validate everything but means, centroids and KV, which are checked when read.
+
+        Args:
+            path: the file; with ``dir_fd`` only its last part is used.
+            dir_fd: handle of the directory that holds it, valid as long as ``unlink`` may be called.
+
+        Raises:
+            CorruptExtentError: the file is not a valid span.
+            FingerprintMismatch: it is intact and of another format version.
+            ExtentIoError: it cannot be opened or read.
+        """
+        try:
+            fd = fs.open(path.name if dir_fd is not None else str(path), os.O_RDONLY, dir_fd=dir_fd)
+        except OSError as error:
+            raise ExtentIoError.of(error, "open", path) from error
+        try:
+            return cls._load(path, fd, dir_fd, fs)
+        except BaseException:
+            fs.close(fd)
+            raise
+
+    @classmethod
+    def _load(cls, path: Path, fd: int, dir_fd: int | None, fs: FileSystem) -> Self:
+        try:
+            size = fs.size(fd)
+        except OSError as error:
+            raise ExtentIoError.of(error, "stat", path) from error
+        block = np.empty(BLOCK_BYTES, np.uint8)
+        read_into(fs, fd, path, block, 0)
+        header, sections = decode_header(block.tobytes(), path)
+        if size != header.file_bytes:
+            raise CorruptExtentError(f"{path}: {size} bytes, its header says {header.file_bytes}")
+        no_tokens = np.empty((0, 0), np.uint32)
+        span = cls(path, fd, header, sections, no_tokens, [], dir_fd=dir_fd, fs=fs)
+        tokens = span._read_section(SectionType.TOKENS).view(np.uint32)
+        keys = span._read_section(SectionType.KEYS).tobytes()
+        span.tokens = tokens.reshape(header.num_pages, header.page_size)
+        span.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        if problem := key_chain_problem(header, span.tokens, span.keys):
+            raise CorruptExtentError(f"{path}: {problem}")
+        span._read_tables()
+        return span
+
+    @property
+    def span_id(self) -> int:
+        return self.header.sequence
+
+    @property
+    def bits_dtype(self) -> np.dtype[Any]:
+        """Type of the arrays handed out: unsigned integers as wide as one KV element."""
+        return self.header.bits_dtype
+
+    @property
+    def tables(self) -> SpanTables:
+        """Packing order and checksums: read at the first use, kept until ``release_tables``.
+
+        Raises: as ``read_means``.
+        """
+        tables = self._tables
+        if tables is None:
+            tables = self._tables = self._read_tables()
+        return tables
+
+    @property
+    def place_of(self) -> Raw:
+        """[L, H, num_pages] uint16; place of each page ordinal. Raises as ``read_means``."""
+        return self.tables.place_of
+
+    @property
+    def order(self) -> Raw:
+        """[L, H, num_pages] uint16; page ordinal at each place. Raises as ``read_means``."""
+        return self.tables.order
+
+    @property
+    def clusters(self) -> Raw:
+        """[L, H, num_pages] uint16; cluster id at each place. Raises as ``read_means``."""
+        return self.tables.clusters
+
+    def release_tables(self) -> None:
+        """Forget packing order and checksums (about 0.5% of the file); the next read loads them again."""
+        self._tables = None
+
+    def read_means(self) -> Raw:
+        """Read the page means.
+
+        Returns:
+            [L, H, num_pages, D] raw, by page ordinal; owned by the caller.
+
+        Raises:
+            CorruptExtentError: the bytes fail their checksum or end early.
+            ExtentIoError: the read failed.
+        """
+        header = self.header
+        shape = (header.num_layers, header.num_kv_heads, header.num_pages, header.head_dim)
+        return self._read_section(SectionType.MEANS).view(header.bits_dtype).reshape(shape)
+
+    def read_centroids(self) -> Raw | None:
+        """Read the centroids: [L, H, num_clusters, D] raw, None without any. Raises as ``read_means``."""
+        if not self.header.num_clusters:
+            return None
+        header = self.header
+        shape = (header.num_layers, header.num_kv_heads, self.header.num_clusters, header.head_dim)
+        return self._read_section(SectionType.CENTROIDS).view(header.bits_dtype).reshape(shape)
+
+    def read_layer(self, layer: int, out: Raw | None = None) -> Raw:
+        """Read one layer's KV with one I/O.
+
+        Args:
+            layer: 0-based layer of this shard.
+            out: [H, num_pages, 2, page_size, D] raw, C-contiguous, to fill; allocated when None.
+
+        Returns:
+            ``out``; along axis 1 the pages stand in place order (``order``).
+
+        Raises:
+            CorruptExtentError: pages fail their checksum (``bad_pages``: their ordinals), or the file
+                ends early.
+            ExtentIoError: the read failed.
+        """
+        header = self.header
+        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+        if out is None:
+            out = np.empty(shape, header.bits_dtype)
+        data = bytes_of(out, shape, header)
+        self._read(data, self._kv_offset(layer))
+        if crc32c(data) != self.tables.layer_crcs[layer]:
+            self._raise_bad_layer(layer, data)
+        return out
+
+    def read_pages(self, layer: int, head: int, ordinals: Sequence[int] | Raw, out: Raw) -> int:
+        """Read some pages' KV of one (layer, KV head), neighbours in the file with one I/O.
+
+        Args:
+            layer, head: 0-based, of this shard.
+            ordinals: page ordinals within the span, in any order.
+            out: [len(ordinals), 2, page_size, D] raw, C-contiguous; row i receives page ordinals[i].
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            CorruptExtentError: pages fail their checksum (``bad_pages``: their ordinals; the other rows
+                are filled and good), or the file ends early.
+            ExtentIoError: a read failed; the rows are undefined.
+        """
+        bad_pages, bytes_read = self._read_pages(layer, head, ordinals, out)
+        self._raise_bad_pages(bad_pages, f"layer {layer} head {head}")
+        return bytes_read
+
+    def read_many(self, requests: Iterable[tuple[int, int, Sequence[int] | Raw, Raw]]) -> int:
+        """Do many ``read_pages``, given as (layer, head, ordinals, out); damage is reported once, at the end.
+
+        Returns:
+            Bytes read.
+
+        Raises: as ``read_pages``; ``bad_pages`` covers all requests.
+        """
+        bad_pages: list[int] = []
+        bytes_read = 0
+        for layer, head, ordinals, out in requests:
+            bad, num_bytes = self._read_pages(layer, head, ordinals, out)
+            bad_pages += bad
+            bytes_read += num_bytes
+        self._raise_bad_pages(bad_pages, "several segments")
+        return bytes_read
+
+    def verify(self) -> list[str]:
+        """Read and check every byte of the file, padding included.
+
+        Returns:
+            One line for each problem; empty when the file is what was written.
+        """
+        return [str(problem) for problem in self._problems()]
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless. An unlinked span's space is freed here."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            self._fs.close(fd)
+
+    def unlink(self) -> None:
+        """Remove the file's name for good; reads through this object go on until ``close``.
+
+        Raises:
+            ExtentIoError: it could not be removed, or the removal could not be made durable.
+        """
+        assert self._dir_fd is not None, f"{self.path}: opened without a directory handle"
+        with naming("unlink", self.path), contextlib.suppress(FileNotFoundError):
+            self._fs.unlink(self.path.name, dir_fd=self._dir_fd)
+        with naming("fsync the directory of", self.path):
+            self._fs.fsync_dir(self._dir_fd)
+
+    def _read(self, data: Bytes, offset: int) -> None:
+        read_into(self._fs, self.fd, self.path, data, offset)
+
+    def _read_section(self, kind: int) -> Bytes:
+        section = self.sections[kind]
+        data = np.empty(section.end - section.offset, np.uint8)
+        self._read(data, section.offset)
+        if (crc := crc32c(data)) != section.crc:
+            found = f"crc {crc:08x}, stored {section.crc:08x}"
+            raise CorruptExtentError(f"{self.path}: section {SectionType(kind).name} has {found}")
+        return data[: section.length]
+
+    def _read_tables(self) -> SpanTables:
+        header = self.header
+        shape = (header.num_layers, header.num_kv_heads, header.num_pages)
+        order = self._read_section(SectionType.LAYOUT).view(np.uint16).reshape(2, *shape)
+        crcs = self._read_section(SectionType.CHECKSUMS).view(np.uint32)
+        order, clusters = order
+        place_of = inverse(order)
+        if place_of is None:
+            raise CorruptExtentError(f"{self.path}: the packing order is no permutation of the pages")
+        if self.header.num_clusters and int(clusters.max()) >= self.header.num_clusters:
+            raise CorruptExtentError(f"{self.path}: cluster {clusters.max()} of {self.header.num_clusters}")
+        page_crcs = crcs[: header.num_extents].reshape(shape)
+        return SpanTables(order, place_of, clusters, page_crcs, crcs[header.num_extents :])
+
+    def _kv_offset(self, layer: int) -> int:
+        assert 0 <= layer < self.header.num_layers, (layer, self.header.num_layers)
+        return self.sections[SectionType.KV].offset + layer * self.header.layer_bytes
+
+    def _read_pages(
+        self, layer: int, head: int, ordinals: Sequence[int] | Raw, out: Raw
+    ) -> tuple[list[int], int]:
+        """Fill ``out``; return the ordinals whose bytes are wrong, and the bytes read."""
+        header, tables = self.header, self.tables
+        assert 0 <= head < header.num_kv_heads, (head, header.num_kv_heads)
+        pages = np.asarray(ordinals, dtype=np.int64)
+        assert not len(pages) or int(pages.min()) >= 0, "page ordinals must not be padded"
+        shape = (len(pages), 2, header.page_size, header.head_dim)
+        rows = bytes_of(out, shape, header).reshape(len(pages), header.page_head_bytes)
+        places = tables.place_of[layer, head][pages].astype(np.int64)
+        by_place = np.argsort(places, kind="stable")
+        scratch = np.empty_like(rows)
+        base = self._kv_offset(layer) + head * header.num_pages * header.page_head_bytes
+        for start, end, place in runs(places[by_place]):
+            data = scratch[start:end].reshape(-1)
+            self._read(data, base + place * header.page_head_bytes)
+        crcs = np.array(crc32c_rows(scratch), np.uint32)
+        rows[by_place] = scratch
+        bad = pages[by_place[crcs != tables.page_crcs[layer, head][places[by_place]]]]
+        return bad.tolist(), scratch.nbytes
+
+    def _raise_bad_pages(self, bad_pages: list[int], where: str) -> None:
+        if bad_pages:
+            lost = sorted(set(bad_pages))
+            raise CorruptExtentError(f"{self.path}: {where}: pages {lost} fail their checksum", lost)
+
+    def _raise_bad_layer(self, layer: int, data: Bytes) -> None:
+        """Name the pages to blame for a layer whose checksum is wrong; all of them when none stands out."""
+        bad = self._bad_pages(layer, data) or list(range(self.header.num_pages))
+        self._raise_bad_pages(bad, f"layer {layer}")
+
+    def _bad_pages(self, layer: int, data: Bytes) -> list[int]:
+        """Return the ordinals of the pages of a layer, in place order in ``data``, that fail in any head."""
+        rows = data.reshape(-1, self.header.page_head_bytes)
+        crcs = np.array(crc32c_rows(rows), np.uint32)
+        bad: list[int] = (
+            self.tables.order[layer].reshape(-1)[crcs != self.tables.page_crcs[layer].reshape(-1)].tolist()
+        )
+        return bad
+
+    def _problems(self) -> Iterator[str | Exception]:
+        found: list[Exception] = []
+        with _collecting(found):
+            self._check_header()
+        for kind in self.sections:
+            with _collecting(found):
+                if kind != SectionType.KV:
+                    self._read_section(kind)
+        if not found:
+            with _collecting(found):
+                self._tables = self._read_tables()
+        yield from found
+        if found:
+            return
+        if problem := key_chain_problem(self.header, self.tokens, self.keys):
+            yield problem
+        for layer in range(self.header.num_layers):
+            yield from self._layer_problems(layer)
+        yield from self._padding_problems()
+
+    def _check_header(self) -> None:
+        block = np.empty(BLOCK_BYTES, np.uint8)
+        self._read(block, 0)
+        if block.tobytes() != encode_header(self.header, self.sections):
+            raise CorruptExtentError(f"{self.path}: the header changed since the file was opened")
+        with naming("stat", self.path):
+            size = self._fs.size(self.fd)
+        if size != self.header.file_bytes:
+            raise CorruptExtentError(f"{self.path}: {size} bytes, its header says {self.header.file_bytes}")
+
+    def _layer_problems(self, layer: int) -> list[Exception]:
+        found: list[Exception] = []
+        with _collecting(found):
+            data = self.read_layer(layer).reshape(-1).view(np.uint8)
+            self._raise_bad_pages(self._bad_pages(layer, data), f"layer {layer}")
+        return found
+
+    def _padding_problems(self) -> list[Exception]:
+        kv = self.sections[SectionType.KV]
+        padding = np.empty(kv.end - kv.offset - kv.length, np.uint8)
+        found: list[Exception] = []
+        with _collecting(found):
+            self._read(padding, kv.offset + kv.length)
+            if padding.any():
+                raise CorruptExtentError(f"{self.path}: the padding after the KV is not zero")
+        return found
+
+
+@contextlib.contextmanager
+def _collecting(found: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except (CorruptExtentError, ExtentIoError) as error:
+        found.append(error)

@@ -1,0 +1,96 @@
+"""Find the spans of a data directory at start, and set aside what is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_tier.meta.data_dir import DataDir, is_temporary, parse_span_name
+from kv_tier.meta.errors import CorruptExtentError, ExtentIoError, FingerprintMismatch
+from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.span_reader import SpanFile
+
+
+@dataclass(frozen=True)
+class BadSpan:
+    """Report a file that gave no span.
+
+    Attributes:
+        name: file name in ``spans/``.
+        reason: what is wrong with it.
+        quarantined: it now lies in ``quarantine/``; False when it was left in place (unreadable just
+            now, of another format version, or not a span's name) or could not be moved.
+    """
+
+    name: str
+    reason: str
+    quarantined: bool
+
+
+def scan_spans(data_dir: DataDir, *, fs: FileSystem = REAL) -> tuple[list[SpanFile], list[BadSpan]]:
+    """Open every span, quarantine the invalid ones, remove what an earlier process left half written.
+
+    No bad file stops the scan. Fingerprints are the caller's to compare. One file stays open for each
+    span, so the process' limit on open files bounds how many can be found. Moves are not made durable:
+    after a crash the next scan makes them again.
+
+    Args:
+        data_dir: owned by the caller as the engine.
+
+    Returns:
+        The spans by ascending id, and the files that gave none.
+
+    Raises:
+        ExtentIoError: the directory itself cannot be listed.
+    """
+    try:
+        names = fs.names(data_dir.spans_fd)
+    except OSError as error:
+        raise ExtentIoError.of(error, "list", data_dir.path / "spans") from error
+    spans: list[SpanFile] = []
+    bad: list[BadSpan] = []
+    for name in names:
+        found = _remove_leftover(data_dir, name, fs) if is_temporary(name) else _open_one(data_dir, name, fs)
+        if isinstance(found, SpanFile):
+            spans.append(found)
+        elif found is not None:
+            bad.append(found)
+    return spans, bad
+
+
+def _remove_leftover(data_dir: DataDir, name: str, fs: FileSystem) -> BadSpan | None:
+    try:
+        fs.unlink(name, dir_fd=data_dir.spans_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return BadSpan(name, f"cannot be removed: {error.strerror}", quarantined=False)
+    return None
+
+
+def _open_one(data_dir: DataDir, name: str, fs: FileSystem) -> SpanFile | BadSpan:
+    span_id = parse_span_name(name)
+    if span_id is None:
+        return BadSpan(name, "not the name of a span", quarantined=False)
+    try:
+        span = SpanFile.open(data_dir.span_path(span_id), dir_fd=data_dir.spans_fd, fs=fs)
+    except CorruptExtentError as error:
+        return _quarantine(data_dir, name, str(error), fs)
+    except (ExtentIoError, FingerprintMismatch) as error:
+        return BadSpan(name, str(error), quarantined=False)
+    if span.span_id != span_id:
+        span.close()
+        return _quarantine(data_dir, name, f"holds span {span.span_id}, its name says {span_id}", fs)
+    return span
+
+
+def quarantine_span(data_dir: DataDir, span: SpanFile, reason: str, *, fs: FileSystem = REAL) -> BadSpan:
+    """Move a span found bad while in use out of ``spans/``; it stays open until its owner closes it."""
+    return _quarantine(data_dir, span.path.name, reason, fs)
+
+
+def _quarantine(data_dir: DataDir, name: str, reason: str, fs: FileSystem) -> BadSpan:
+    try:
+        fs.rename(name, name, source_dir_fd=data_dir.spans_fd, target_dir_fd=data_dir.quarantine_fd)
+    except OSError as error:
+        return BadSpan(name, f"{reason}; cannot be moved to quarantine: {error.strerror}", quarantined=False)
+    return BadSpan(name, reason, quarantined=True)

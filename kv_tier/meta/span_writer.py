@@ -1,0 +1,215 @@
+"""Write span files whole.
+
+write_span:  .tmp-<id> <- KV, index, header | fsync | rename to <id>.span | fsync directory
+             a fault or crash before the rename leaves no span; after it, a whole one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kv_tier.meta.data_dir import DataDir, span_name, temporary_name
+from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.page_keys import KEY_BYTES
+from kv_tier.meta.span_format import (
+    Raw,
+    Section,
+    SectionType,
+    SpanHeader,
+    crc32c,
+    crc32c_rows,
+    encode_header,
+    key_chain_problem,
+    plan_sections,
+    with_crc,
+)
+from kv_tier.meta.span_io import Bytes, bytes_of, check_array, inverse, naming, write_all
+from kv_tier.meta.span_reader import SpanFile
+
+_NO_UNLINKED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+@dataclass(frozen=True)
+class SpanParts:
+    """Hold what goes into a span; L layers, H KV heads, n pages, D head_dim, raw = ``header.bits_dtype``.
+
+    Attributes:
+        tokens: [n, page_size] uint32.
+        keys: n page keys of 32 bytes.
+        means: [L, H, n, D] raw; page means, by page ordinal.
+        order: [L, H, n] uint16; page ordinal stored at each place, a permutation per (layer, KV head).
+        clusters: [L, H, n] uint16; cluster id at each place.
+        kv: L arrays [H, n (place), 2 (K, V), page_size, D] raw, C-contiguous; one array [L, ...] serves too.
+        centroids: [L, H, num_clusters, D] raw, or None without clusters.
+    """
+
+    tokens: Raw
+    keys: Sequence[bytes]
+    means: Raw
+    order: Raw
+    clusters: Raw
+    kv: Iterable[Raw]
+    centroids: Raw | None = None
+
+    @property
+    def num_clusters(self) -> int:
+        return 0 if self.centroids is None else int(self.centroids.shape[2])
+
+
+def write_span(
+    data_dir: DataDir, span_id: int, header: SpanHeader, parts: SpanParts, *, fs: FileSystem = REAL
+) -> SpanFile:
+    """Write a span that others see whole or not at all, durable when this returns.
+
+    Args:
+        data_dir: its ``spans/`` receives the file; the caller owns the directory as the engine.
+        span_id: never used before in this directory; equals ``header.sequence``.
+        header: planned for these parts.
+        parts: arrays matching the header; read, not kept.
+
+    Returns:
+        The span, open.
+
+    Raises:
+        ExtentIoError: a file operation failed (``errno`` tells a full disk); no span is visible, and a
+            failed fsync is not retried: the kernel may have dropped the pages.
+    """
+    assert span_id == header.sequence, (span_id, header.sequence)
+    path = data_dir.span_path(span_id)
+    temporary, final = temporary_name(span_id), span_name(span_id)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    with naming("create", path):
+        if fs.exists(final, dir_fd=data_dir.spans_fd):
+            raise FileExistsError(errno.EEXIST, "a span id was used twice")
+        fd = fs.open(temporary, flags, dir_fd=data_dir.spans_fd)
+    try:
+        span = _write_parts(fs, fd, path, header, parts, data_dir.spans_fd)
+        with naming("fsync", path):
+            fs.fsync(fd)
+        with naming("rename", path):
+            fs.rename(temporary, final, source_dir_fd=data_dir.spans_fd, target_dir_fd=data_dir.spans_fd)
+        with naming("fsync the directory of", path):
+            fs.fsync_dir(data_dir.spans_fd)
+    except BaseException:
+        _discard(fs, fd, (temporary, final), data_dir.spans_fd)
+        raise
+    return span
+
+
+def write_unlinked_span(
+    data_dir: DataDir, header: SpanHeader, parts: SpanParts, *, fs: FileSystem = REAL
+) -> SpanFile:
+    """Write a span that no name leads to: it lives until closed and never survives the process.
+
+    Args and Raises: as ``write_span``; nothing is made durable.
+    """
+    path = data_dir.path / "spans" / f"(unlinked span {header.sequence})"
+    with naming("create", path):
+        fd = _open_unlinked(fs, data_dir, header.sequence)
+    try:
+        return _write_parts(fs, fd, path, header, parts, None)
+    except BaseException:
+        _discard(fs, fd, (), data_dir.spans_fd)
+        raise
+
+
+def _open_unlinked(fs: FileSystem, data_dir: DataDir, span_id: int) -> int:
+    try:
+        return fs.open(".", os.O_RDWR | os.O_TMPFILE, dir_fd=data_dir.spans_fd)
+    except OSError as error:
+        if error.errno not in _NO_UNLINKED_FILES:
+            raise
+    name = temporary_name(span_id)
+    fd = fs.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=data_dir.spans_fd)
+    try:
+        fs.unlink(name, dir_fd=data_dir.spans_fd)
+    except BaseException:
+        fs.close(fd)
+        raise
+    return fd
+
+
+def _discard(fs: FileSystem, fd: int, names: Iterable[str], dir_fd: int) -> None:
+    """Drop a file that could not be finished; what cannot be removed now, the next scan removes."""
+    with contextlib.suppress(OSError):
+        fs.close(fd)
+    for name in names:
+        with contextlib.suppress(OSError):
+            fs.unlink(name, dir_fd=dir_fd)
+
+
+def _write_parts(
+    fs: FileSystem, fd: int, path: Path, header: SpanHeader, parts: SpanParts, dir_fd: int | None
+) -> SpanFile:
+    """Write KV, then the sections before it, then the header; return the span reading through ``fd``."""
+    tokens, keys = np.array(parts.tokens, dtype=np.uint32), list(parts.keys)
+    _check_parts(header, parts, tokens, keys)
+    sections = plan_sections(header)
+    page_crcs, layer_crcs = _write_kv(fs, fd, path, header, parts.kv, sections[SectionType.KV])
+    arrays: dict[int, list[Raw]] = {
+        SectionType.TOKENS: [tokens],
+        SectionType.KEYS: [np.frombuffer(b"".join(keys), np.uint8)],
+        SectionType.MEANS: [parts.means],
+        SectionType.LAYOUT: [parts.order, parts.clusters],
+        SectionType.CHECKSUMS: [page_crcs, layer_crcs],
+    }
+    if parts.centroids is not None:
+        arrays[SectionType.CENTROIDS] = [parts.centroids]
+    for kind, pieces in arrays.items():
+        data = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
+        sections[kind] = with_crc(sections[kind], data)
+        _write_section(fs, fd, path, sections[kind], data)
+    block = np.frombuffer(encode_header(header, sections), np.uint8)
+    write_all(fs, fd, path, block, 0)
+    return SpanFile(path, fd, header, sections, tokens, keys, dir_fd=dir_fd, fs=fs)
+
+
+def _write_section(fs: FileSystem, fd: int, path: Path, section: Section, data: Sequence[Bytes]) -> None:
+    whole = np.zeros(section.end - section.offset, np.uint8)
+    whole[: section.length] = np.concatenate(data)
+    write_all(fs, fd, path, whole, section.offset)
+
+
+def _write_kv(
+    fs: FileSystem, fd: int, path: Path, header: SpanHeader, kv: Iterable[Raw], section: Section
+) -> tuple[Raw, Raw]:
+    """Write layer after layer and the padding; return [num_extents] page and [L] layer checksums."""
+    shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+    page_crcs: list[int] = []
+    layer_crcs: list[int] = []
+    offset = section.offset
+    for layer in kv:
+        data = bytes_of(layer, shape, header)
+        page_crcs += crc32c_rows(data.reshape(-1, header.page_head_bytes))
+        layer_crcs.append(crc32c(data))
+        write_all(fs, fd, path, data, offset)
+        offset += header.layer_bytes
+    assert len(layer_crcs) == header.num_layers, (len(layer_crcs), header.num_layers)
+    write_all(fs, fd, path, np.zeros(section.end - offset, np.uint8), offset)
+    return np.array(page_crcs, np.uint32), np.array(layer_crcs, np.uint32)
+
+
+def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequence[bytes]) -> None:
+    """Assert that the arrays fit the header, and the keys the tokens."""
+    pages = (header.num_layers, header.num_kv_heads, header.num_pages)
+    assert header.problem() is None, header.problem()
+    assert tokens.shape == (header.num_pages, header.page_size), tokens.shape
+    assert [len(key) for key in keys] == [KEY_BYTES] * header.num_pages, [len(key) for key in keys]
+    problem = key_chain_problem(header, tokens, keys)
+    assert problem is None, problem
+    check_array("means", parts.means, (*pages, header.head_dim), header.bits_dtype)
+    check_array("order", parts.order, pages, np.dtype(np.uint16))
+    check_array("clusters", parts.clusters, pages, np.dtype(np.uint16))
+    assert inverse(parts.order) is not None, "order is no permutation"
+    assert parts.num_clusters == header.num_clusters, (parts.num_clusters, header.num_clusters)
+    if parts.centroids is not None:
+        shape = (*pages[:2], header.num_clusters, header.head_dim)
+        check_array("centroids", parts.centroids, shape, header.bits_dtype)
+        assert int(parts.clusters.max()) < header.num_clusters, (parts.clusters.max(), header.num_clusters)

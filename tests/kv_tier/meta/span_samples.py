@@ -1,0 +1,65 @@
+"""Spans with made-up content, small enough to flip every bit of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_tier.meta.page_keys import page_keys
+from kv_tier.meta.span_format import Shape, SpanHeader
+from kv_tier.meta.span_writer import SpanParts
+
+TINY = Shape(num_layers=2, num_kv_heads=1, head_dim=2, page_size=2, stretch_tokens=8, dtype_code=1)
+
+
+def sample_header(
+    shape: Shape = TINY, *, sequence: int = 1, num_pages: int = 3, num_clusters: int = 2, first_page: int = 0
+) -> SpanHeader:
+    """Return the header of an exact span; one that does not start the sequence gets a parent key."""
+    return SpanHeader.plan(
+        shape,
+        sequence=sequence,
+        fingerprint=b"F" * 32,
+        parent_key=b"P" * 32 if first_page else bytes(32),
+        first_page=first_page,
+        num_pages=num_pages,
+        num_exact_pages=num_pages,
+        num_clusters=num_clusters,
+    )
+
+
+def sample_parts(header: SpanHeader, seed: int = 0) -> SpanParts:
+    """Return random content for a header, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    pages = (header.num_layers, header.num_kv_heads, header.num_pages)
+    tokens = rng.integers(0, 2**32, (header.num_pages, header.page_size), dtype=np.uint32)
+
+    def bits(*size: int) -> npt.NDArray[Any]:
+        return rng.integers(0, 2 ** (8 * header.bits_dtype.itemsize), size, dtype=header.bits_dtype.type)
+
+    clusters = header.num_clusters
+    return SpanParts(
+        tokens=tokens,
+        keys=page_keys(
+            tokens.ravel(), header.page_size, prior=header.parent_key if header.first_page else None
+        ),
+        means=bits(*pages, header.head_dim),
+        order=np.argsort(rng.random(pages), axis=-1).astype(np.uint16),
+        clusters=rng.integers(0, max(1, clusters), pages, dtype=np.uint16),
+        centroids=bits(*pages[:2], clusters, header.head_dim) if clusters else None,
+        kv=bits(*pages, 2, header.page_size, header.head_dim),
+    )
+
+
+def sample_span(shape: Shape = TINY, *, sequence: int = 1, **fields: int) -> tuple[SpanHeader, SpanParts]:
+    """Return a header and its parts."""
+    header = sample_header(shape, sequence=sequence, **fields)
+    return header, sample_parts(header)
+
+
+def approximate(header: SpanHeader, num_exact_pages: int) -> SpanHeader:
+    """Return the header of the same span, its later pages from sparse attention."""
+    return replace(header, num_exact_pages=num_exact_pages, selection=b"S" * 32)
