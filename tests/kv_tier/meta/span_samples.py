@@ -63,3 +63,27 @@ def sample_span(shape: Shape = TINY, *, sequence: int = 1, **fields: int) -> tup
 def approximate(header: SpanHeader, num_exact_pages: int) -> SpanHeader:
     """Return the header of the same span, its later pages from sparse attention."""
     return replace(header, num_exact_pages=num_exact_pages, selection=b"S" * 32)
+
+
+def golden_span() -> tuple[SpanHeader, SpanParts]:
+    """Return the span of the worked example in docs/extent_format.md; every byte is spelled out."""
+    shape = Shape(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, stretch_tokens=4, dtype_code=1)
+    header = SpanHeader.plan(
+        shape,
+        sequence=7,
+        fingerprint=bytes(range(32)),
+        first_page=0,
+        num_pages=2,
+        num_exact_pages=2,
+        num_clusters=1,
+    )
+    tokens = np.array([[1, 2], [3, 50000]], np.uint32)
+    return header, SpanParts(
+        tokens=tokens,
+        keys=page_keys(tokens.ravel(), 2),
+        means=np.arange(0x3F80, 0x3F84, dtype=np.uint16).reshape(1, 1, 2, 2),
+        order=np.array([[[1, 0]]], np.uint16),
+        clusters=np.array([[[0, 0]]], np.uint16),
+        centroids=np.array([[[[0x4000, 0x4001]]]], np.uint16),
+        kv=np.arange(0x4100, 0x4110, dtype=np.uint16).reshape(1, 1, 2, 2, 2, 2),
+    )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kv_tier.meta import data_dir as module
 from kv_tier.meta.data_dir import (
     MAX_SOCKET_PATH_BYTES,
     DataDir,
@@ -29,15 +28,17 @@ OWNER = (
 
 
 def start_owner(path: Path, role: str) -> "subprocess.Popen[str]":
-    owner = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", OWNER, str(path), role],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def wait_until_open(owner: "subprocess.Popen[str]") -> None:
     assert owner.stdout is not None
     assert owner.stdout.readline() == "open\n"
-    return owner
 
 
 def end(owner: "subprocess.Popen[str]") -> None:
@@ -88,7 +89,7 @@ def test_one_engine_and_one_service(tmp_path: Path) -> None:
     with DataDir.open(tmp_path, role="engine"), DataDir.open(tmp_path, role="service"):
         for role in ("engine", "service"):
             with pytest.raises(DataDirBusy, match=f"the {role} with pid {os.getpid()} owns it"):
-                DataDir.open(tmp_path, role=role)  # type: ignore[arg-type]
+                DataDir.open(tmp_path, role=role)
     DataDir.open(tmp_path, role="engine").close()
 
 
@@ -103,6 +104,7 @@ def test_a_refused_open_leaks_no_descriptor(tmp_path: Path) -> None:
 @pytest.mark.crash
 def test_another_process_is_refused_until_the_owner_dies(tmp_path: Path) -> None:
     owner = start_owner(tmp_path, "engine")
+    wait_until_open(owner)
     with pytest.raises(DataDirBusy, match=f"pid {owner.pid} "):
         DataDir.open(tmp_path, role="engine")
     owner.send_signal(signal.SIGKILL)
@@ -137,6 +139,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_two_creators_agree_on_the_secret(tmp_path: Path) -> None:
     owners = [start_owner(tmp_path / "new", role) for role in ("engine", "service")]
     for owner in owners:
+        wait_until_open(owner)
         end(owner)
     with DataDir.open(tmp_path / "new", role="engine") as opened:
         assert len(opened.secret()) == 32
@@ -153,7 +156,7 @@ def test_refuses_somebody_elses_directory_untouched(tmp_path: Path) -> None:
 
 
 def test_refuses_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
     with pytest.raises(DataDirForeign, match="runs as uid 4242"):
         DataDir.open(tmp_path, role="engine")
 
@@ -173,7 +176,7 @@ def test_an_unwritable_directory_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "pwrite", fail)
+    monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(DataDirError, match=rf"{tmp_path}.*No space left on device: check"):
         DataDir.open(tmp_path, role="engine")
 
@@ -228,5 +231,6 @@ def test_a_socket_path_must_fit(tmp_path: Path) -> None:
     with DataDir.open(tmp_path / ("x" * room), role="engine") as opened:
         assert len(os.fsencode(opened.engine_socket_path)) == MAX_SOCKET_PATH_BYTES
     with DataDir.open(tmp_path / ("x" * (room + 1)), role="engine") as opened:
-        with pytest.raises(DataDirError, match="a Unix socket path holds 107"):
+        too_long = pytest.raises(DataDirError, match="a Unix socket path holds 107")
+        with too_long:
             _ = opened.engine_socket_path
