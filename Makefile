@@ -17,7 +17,7 @@ SOURCES := kvdrive_sglang kv_tier kernels services benchmarks tests
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-kernels check proto bench lock clean distclean venv
+.PHONY: demo test check proto bench lock clean distclean venv
 .DEFAULT_GOAL := venv
 
 venv: $(READY)
