@@ -82,7 +82,7 @@ class SpanStore:
         self.geometry = geometry
         self.identity = identity
         self.ssd_bytes = ssd_bytes
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.sealed = threading.Condition(self.lock)
         self.spans: dict[int, SpanFile] = {}
         self.places: dict[bytes, list[tuple[SpanFile, int]]] = {}
@@ -177,10 +177,11 @@ class SpanStore:
 
     def release(self, span: SpanFile, count: int) -> None:
         """Take ``count`` attached pages off a span; a retired span without any is closed."""
-        span.num_attached -= count
-        assert span.num_attached >= 0, (span.span_id, span.num_attached)
-        if span.retired and span.num_attached == 0:
-            span.close()
+        with self.lock:
+            span.num_attached -= count
+            assert span.num_attached >= 0, (span.span_id, span.num_attached)
+            if span.retired and span.num_attached == 0:
+                span.close()
 
     def locate(self, key: bytes) -> tuple[SpanFile, int] | None:
         """Return the newest sound place of a page, or None: a miss."""
@@ -188,6 +189,17 @@ class SpanStore:
             if ordinal not in span.bad_pages:
                 return span, ordinal
         return None
+
+    def hold(self, keys: Sequence[bytes]) -> list[tuple[SpanFile, int]] | None:
+        """Locate all of ``keys`` and count each as attached, so that no file goes away; None when one is missing."""
+        with self.lock:
+            places = [self.locate(key) for key in keys]
+            found = [place for place in places if place is not None]
+            if len(found) < len(places):
+                return None
+            for span, _ in found:
+                span.num_attached += 1
+            return found
 
     def num_restorable(self, keys: Sequence[bytes]) -> int:
         """Return the length of the leading run of ``keys`` that can be restored."""

@@ -161,7 +161,8 @@ class TieredStore:
         self._detach(pages)
         handle = id(span)
         self.span_files[handle] = span
-        span.num_attached += len(pages)
+        with self.spans.lock:
+            span.num_attached += len(pages)
         self.table.span_of[pages] = handle
         self.table.ordinal_of[pages] = ordinals
 
@@ -317,13 +318,11 @@ class TieredStore:
         Returns:
             False, a miss, when a page is gone or an index does not match its checksum; nothing is bound then.
         """
-        with self.spans.lock:
-            places = [self.spans.locate(key) for key in keys]
+        places = self.spans.hold(keys)
+        if places is None:
+            return False
         groups: dict[int, tuple[SpanFile, list[int], list[int]]] = {}
-        for page, place in zip(pages.tolist(), places, strict=True):
-            if place is None:
-                return False
-            span, ordinal = place
+        for page, (span, ordinal) in zip(pages.tolist(), places, strict=True):
             group = groups.setdefault(id(span), (span, [], []))
             group[1].append(page)
             group[2].append(ordinal)
@@ -334,6 +333,8 @@ class TieredStore:
             except (CorruptExtentError, ExtentIoError) as error:
                 logger.error("span %d is quarantined, its pages are recomputed: %s", span.span_id, error)
                 self.spans.quarantine(span)
+                for held, held_pages, _ in groups.values():
+                    self.spans.release(held, len(held_pages))
                 return False
         for (span, group_pages, ordinals), index in zip(groups.values(), indexes, strict=True):
             at = np.array(group_pages)
@@ -343,6 +344,7 @@ class TieredStore:
                 table_means[torch.from_numpy(at)] = means[layer]
             self.counters.bytes_read += index.nbytes
             self._bind(at, span, np.array(ordinals))
+            self.spans.release(span, len(group_pages))
             self.table.filled[at] = self.geometry.page_size
             self.table.exact[at] = np.array(ordinals) < span.header.num_exact_pages
         self.counters.pages_attached += len(pages)

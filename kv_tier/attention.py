@@ -1,0 +1,96 @@
+"""Attention of one request over gathered KV; every shape here depends on the request alone."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kv_kernels import dispatch
+
+TILE_TOKENS = 8192  # positions per tile of exact prefill, at absolute multiples
+
+
+def attend_selected(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attend one query token per head over gathered positions.
+
+    Args:
+        query: [kv_head, group, head_dim].
+        k, v: [kv_head, position, head_dim], ascending positions, all valid.
+
+    Returns:
+        [kv_head, group, head_dim] in the query's dtype.
+    """
+    return scaled_dot_product_attention(query[None], k[None], v[None], scale=scale)[0]
+
+
+def causal_mask(num_queries: int, num_keys: int, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return [num_queries, num_keys]: 0 where key j may be seen by query i (j <= i + offset), else -inf."""
+    visible = torch.arange(num_keys)[None, :] <= torch.arange(num_queries)[:, None] + offset
+    return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+def attend_masked(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend several query tokens over one tile of positions.
+
+    Args:
+        query: [token, kv_head, group, head_dim].
+        k, v: [kv_head, position, head_dim].
+        mask: [token, position] additive, or None when everything is visible.
+
+    Returns:
+        (out [group, kv_head, token, head_dim], lse [group, kv_head, token] float32).
+    """
+    folded = query.permute(2, 1, 0, 3)
+    group = folded.shape[0]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        folded, k.expand(group, *k.shape), v.expand(group, *v.shape), 0.0, False, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+class ExactAttention:
+    """Exact attention of a run of new tokens over every position, tile after tile (paper: exact prefill).
+
+    Tiles lie at absolute multiples of ``tile_tokens`` and are merged in ascending order, so that the result depends
+    on positions alone, never on where a page lives.
+    """
+
+    def __init__(self, first: int, count: int, dtype: torch.dtype, tile_tokens: int = TILE_TOKENS) -> None:
+        """Plan for queries at positions [first, first + count)."""
+        self.first = first
+        self.count = count
+        self.end = first + count
+        self.tiles = [(t, min(t + tile_tokens, self.end)) for t in range(0, self.end, tile_tokens)]
+        self._masks = [self._mask(begin, end, dtype) for begin, end in self.tiles]
+
+    def _mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if end <= self.first + 1:
+            return None
+        skipped = max(0, begin - self.first)
+        return causal_mask(self.count - skipped, end - begin, self.first + skipped - begin, dtype)
+
+    def attend(self, query: torch.Tensor, tile: int, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend over tile number ``tile`` and merge; call in ascending order, the last call returns the result.
+
+        Args:
+            query: [token, kv_head, group, head_dim], all ``count`` tokens.
+            k, v: [kv_head, end - begin, head_dim] of ``tiles[tile]``.
+
+        Returns:
+            [token, kv_head, group, head_dim]; complete after the last tile.
+        """
+        begin, _ = self.tiles[tile]
+        skipped = max(0, begin - self.first)
+        out, lse = attend_masked(query[skipped:], k, v, self._masks[tile], scale)
+        if len(self.tiles) == 1:
+            return out.permute(2, 1, 0, 3)
+        if tile == 0:
+            self._out, self._lse = out.float(), lse.float()
+        else:
+            merged, total = dispatch.merge_states(
+                self._out[:, :, skipped:], self._lse[:, :, skipped:], out.float(), lse.float()
+            )
+            self._out[:, :, skipped:], self._lse[:, :, skipped:] = merged, total
+        return self._out.to(query.dtype).permute(2, 1, 0, 3)

@@ -1,0 +1,368 @@
+"""One forward pass over a batch: plan once per step, then per layer write, index, select, fetch, attend.
+
+``ExtendStep`` is prefill and append, ``DecodeStep`` one new token per request. Both are made after SGLang assigned
+slots and before the first layer; ``attend`` is called once per layer, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kv_tier.attention import ExactAttention, attend_masked, attend_selected, causal_mask
+from kv_tier.page_table import PageTable
+from kv_tier.request import RequestState
+from kv_tier.selection import score_pages, select_pages
+from kv_tier.store import LayerStream, TieredStore
+from kv_tier.window import WindowCache
+
+
+@dataclass(frozen=True)
+class AppendRule:
+    """Decide whether new tokens attend exactly or sparsely: by token counts and config alone.
+
+    Args:
+        mode: "exact", "sparse" or "auto".
+        sparse_max_tokens: "sparse" and "auto" use sparse attention for at most so many new tokens.
+        exact_max_prefix_tokens: "auto" stays exact up to this prefix.
+    """
+
+    mode: str = "auto"
+    sparse_max_tokens: int = 512
+    exact_max_prefix_tokens: int = 32768
+
+    def is_sparse(self, prefix_tokens: int, new_tokens: int) -> bool:
+        if self.mode == "exact" or new_tokens > self.sparse_max_tokens:
+            return False
+        return self.mode == "sparse" or prefix_tokens > self.exact_max_prefix_tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request in a batch.
+
+    Args:
+        state: the request.
+        pages: [n] int64 its logical pages, the new ones included.
+        prefix_tokens: positions before the new tokens.
+        num_tokens: positions with the new tokens.
+    """
+
+    state: RequestState
+    pages: torch.Tensor
+    prefix_tokens: int
+    num_tokens: int
+
+
+class Writer:
+    """Write the new tokens' KV of a step into frames, and the means of pages they complete."""
+
+    def __init__(self, store: TieredStore, slots: torch.Tensor, rows: Sequence[Row]) -> None:
+        """Plan the writes of ``slots`` ([token] int64, row after row); gives frames to new pages."""
+        self.store = store
+        size = store.geometry.page_size
+        table = store.table
+        new_pages, owners = [], {}
+        for row in rows:
+            fresh = row.pages[row.prefix_tokens // size :].numpy()
+            new_pages.append(fresh)
+            owners.update(dict.fromkeys(fresh.tolist(), row.state))
+        fresh_pages = np.concatenate(new_pages) if new_pages else np.zeros(0, dtype=np.int64)
+        store.prepare_pages(fresh_pages, owners)
+        slot_pages = slots // size
+        self.token_rows = store.frames.token_rows(table.frame_of[slot_pages], slots % size)
+        completed = []
+        for row in rows:
+            first, full = row.prefix_tokens // size, row.num_tokens // size
+            pages = row.pages.numpy()
+            table.filled[pages[first:full]] = size
+            if full < len(pages):
+                table.filled[pages[full]] = row.num_tokens % size
+            completed.append(pages[first:full])
+        done = np.concatenate(completed) if completed else np.zeros(0, dtype=np.int64)
+        self.completed = torch.from_numpy(done)
+        self.completed_frames = table.frame_of[self.completed]
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store keys and values ([token, kv_head, head_dim]) of one layer."""
+        frames, table = self.store.frames, self.store.table
+        head_dim = k.shape[-1]
+        frames.k_tokens[layer].index_copy_(0, self.token_rows, k.reshape(-1, head_dim))
+        frames.v_tokens[layer].index_copy_(0, self.token_rows, v.reshape(-1, head_dim))
+        if self.completed.numel():
+            keys = frames.k[layer].index_select(1, self.completed_frames)
+            table.means[layer].index_copy_(0, self.completed, page_means(keys).transpose(0, 1))
+
+
+def page_means(keys: torch.Tensor) -> torch.Tensor:
+    """Return the mean key of each page: [kv_head, page, page_size, head_dim] -> [kv_head, page, head_dim].
+
+    Halves are added pairwise in float32, an order that no batch shape can change.
+    """
+    part = keys.float()
+    size = part.shape[2]
+    while part.shape[2] > 1:
+        half = part.shape[2] // 2
+        summed = part[:, :, :half] + part[:, :, half : 2 * half]
+        part = summed if part.shape[2] % 2 == 0 else torch.cat([summed, part[:, :, -1:]], dim=2)
+    return (part[:, :, 0] / size).to(keys.dtype)
+
+
+def mark_exactness(table: PageTable, row: Row, size: int, sparse: bool) -> None:
+    """A page is exact if its KV, and all before it, came from exact attention."""
+    pages = row.pages.numpy()
+    first = row.prefix_tokens // size
+    before = first == 0 or bool(table.exact[pages[first - 1]])
+    begun = row.prefix_tokens % size != 0
+    table.exact[pages[first]] = before and not sparse and (not begun or bool(table.exact[pages[first]]))
+    table.exact[pages[first + 1 :]] = table.exact[pages[first]]
+
+
+class ExtendStep:
+    """Prefill or append: several new tokens per request."""
+
+    def __init__(self, store: TieredStore, rows: Sequence[Row], slots: torch.Tensor, append: AppendRule) -> None:
+        self.store = store
+        self.rows = rows
+        geometry, budget = store.geometry, store.budget
+        size = geometry.page_size
+        for row in rows:
+            row.state.sync(row.pages, store.table)
+        self.writer = Writer(store, slots, rows)
+        self.sparse = [
+            append.is_sparse(row.prefix_tokens, row.num_tokens - row.prefix_tokens)
+            and not budget.covers(row.prefix_tokens // size)
+            for row in rows
+        ]
+        self._count_prefixes()
+        self.plans = []
+        streamed = [np.zeros(0, dtype=np.int64)]
+        for row, sparse in zip(rows, self.sparse, strict=True):
+            mark_exactness(store.table, row, size, sparse)
+            count = row.num_tokens - row.prefix_tokens
+            if sparse:
+                first = row.prefix_tokens // size
+                own = row.num_tokens - first * size
+                mask = causal_mask(count, own, row.prefix_tokens - first * size, geometry.dtype)
+                selected = torch.zeros(count, (budget.pages or 0) * size, dtype=geometry.dtype)
+                self.plans.append(torch.cat([selected, mask], dim=1))
+                streamed.append(row.pages[first:].numpy())
+            else:
+                self.plans.append(ExactAttention(row.prefix_tokens, count, geometry.dtype))
+                streamed.append(row.pages.numpy())
+        self.stream = LayerStream(store, np.concatenate(streamed), keep=True)
+
+    def _count_prefixes(self) -> None:
+        """Count once per request where its prefix was found."""
+        table, size = self.store.table, self.store.geometry.page_size
+        for row in self.rows:
+            figures = row.state.figures
+            if figures.tokens_computed == 0:
+                prefix = row.pages[: row.prefix_tokens // size].numpy()
+                resident = int((table.frames[prefix] >= 0).sum())
+                figures.tokens_dram = resident * size
+                figures.tokens_ssd = (len(prefix) - resident) * size
+            figures.tokens_computed += row.num_tokens - row.prefix_tokens
+
+    def attend(
+        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, written: bool = False
+    ) -> torch.Tensor:
+        """Write the layer's new KV, then attend.
+
+        Args:
+            query: [token, kv_head, group, head_dim], rows one after another.
+            k, v: [token, kv_head, head_dim].
+            written: the KV is already in its frames.
+
+        Returns:
+            [token, kv_head, group, head_dim].
+        """
+        if not written:
+            self.writer.write(layer, k, v)
+        out = torch.empty_like(query)
+        begin = 0
+        for row, sparse, plan in zip(self.rows, self.sparse, self.plans, strict=True):
+            end = begin + row.num_tokens - row.prefix_tokens
+            if sparse:
+                out[begin:end] = self._attend_sparse(layer, row, query[begin:end], plan, scale)
+            else:
+                out[begin:end] = self._attend_exact(layer, row, query[begin:end], plan, scale)
+            begin = end
+        if layer == self.store.geometry.num_layers - 1:
+            self._finish()
+        return out
+
+    def _attend_exact(
+        self, layer: int, row: Row, query: torch.Tensor, plan: ExactAttention, scale: float
+    ) -> torch.Tensor:
+        size = self.store.geometry.page_size
+        result = query
+        for number, (begin, end) in enumerate(plan.tiles):
+            k, v = self.stream.gather(layer, row.pages[begin // size : -(-end // size)].numpy())
+            k, v = (t.flatten(1, 2)[:, : end - begin] for t in (k, v))
+            result = plan.attend(query, number, k, v, scale)
+        return result
+
+    def _attend_sparse(
+        self, layer: int, row: Row, query: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """All new tokens of a head share one selection; their own positions come on top of the budget."""
+        store, state = self.store, row.state
+        window, index = store.device_memory(state)
+        first = row.prefix_tokens // store.geometry.page_size
+        pages = state.pages[:first]
+        means = index.extend_to(layer, first, pages, store.table)
+        local = store.budget.first_local_page(first * store.geometry.page_size)
+        grouped = query.permute(1, 0, 2, 3).flatten(1, 2)
+        scores = score_pages(grouped, means, first, local, store.budget, scale)
+        k, v = fetch_selected(store, layer, state, select_pages(scores, store.budget), scores)
+        own_k, own_v = self.stream.gather(layer, row.pages[first:].numpy())
+        count = mask.shape[1] - k.shape[1]
+        k = torch.cat([k, own_k.flatten(1, 2)[:, :count]], dim=1)
+        v = torch.cat([v, own_v.flatten(1, 2)[:, :count]], dim=1)
+        return attend_masked(query, k, v, mask, scale)[0].permute(2, 1, 0, 3)
+
+    def _finish(self) -> None:
+        lost = self.stream.lost_pages
+        for row, sparse in zip(self.rows, self.sparse, strict=True):
+            if lost and not sparse and lost.intersection(row.pages.tolist()):
+                self.store.fail([row.state], "LOST_PAGE: a page of this prefix failed its checksum; retry recomputes it")
+        if self.rows:
+            self.rows[0].state.figures.bytes_read += self.stream.bytes_read
+        self.stream.finish()
+
+
+def fetch_selected(
+    store: TieredStore, layer: int, state: RequestState, selected: torch.Tensor, scores: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bring the selected pages into the window cache and gather them: each [kv_head, position, head_dim]."""
+    window, _ = store.device_memory(state)
+    slots = window.lookup(layer, selected)
+    heads, ordinals, rows = window.admit(layer, selected, slots, scores)
+    if heads.numel():
+        shape = (heads.numel(), store.geometry.page_elements)
+        k = torch.empty(shape, dtype=store.geometry.dtype)
+        v = torch.empty(shape, dtype=store.geometry.dtype)
+        store.read_misses(layer, heads, state.pages[ordinals], state, k, v)
+        window.k[layer].index_copy_(0, rows, k)
+        window.v[layer].index_copy_(0, rows, v)
+    flat = (slots + window.head_base).view(-1)
+    gathered = (selected.shape[0], -1, store.geometry.head_dim)
+    return window.k[layer].index_select(0, flat).view(gathered), window.v[layer].index_select(0, flat).view(gathered)
+
+
+class DecodeStep:
+    """One new token per request, attended within the budget."""
+
+    def __init__(self, store: TieredStore, rows: Sequence[Row], slots: torch.Tensor) -> None:
+        self.store = store
+        self.rows = rows
+        size = store.geometry.page_size
+        for row in rows:
+            row.state.sync(row.pages, store.table)
+        self.writer = Writer(store, slots, rows)
+        self.exact_plans: list[ExactAttention | None] = []
+        self.all_pages: list[torch.Tensor | None] = []
+        self.streamed = [np.zeros(0, dtype=np.int64)]
+        heads = store.geometry.num_kv_heads
+        for row in rows:
+            num_pages = len(row.pages)
+            covered = store.budget.covers(num_pages)
+            mark_exactness(store.table, row, size, sparse=not covered)
+            plan = None
+            if store.budget.pages is None:
+                plan = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype)
+                self.streamed.append(row.pages.numpy())
+            self.exact_plans.append(plan)
+            self.all_pages.append(torch.arange(num_pages).expand(heads, -1) if covered and plan is None else None)
+        self.stream = LayerStream(store, np.concatenate(self.streamed), keep=True)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, written: bool = False
+    ) -> torch.Tensor:
+        """Write the layer's new KV, then attend; arguments and result as for ``ExtendStep.attend`` with one token
+        per request."""
+        if not written:
+            self.writer.write(layer, k, v)
+        out = torch.empty_like(query)
+        for i, row in enumerate(self.rows):
+            plan = self.exact_plans[i]
+            if plan is not None:
+                out[i] = self._attend_all(layer, row, query[i : i + 1], plan, scale)
+            else:
+                out[i] = self._attend_within_budget(layer, row, query[i], k[i], v[i], self.all_pages[i], scale)
+        if layer == self.store.geometry.num_layers - 1:
+            self._finish()
+        return out
+
+    def _attend_all(self, layer: int, row: Row, query: torch.Tensor, plan: ExactAttention, scale: float) -> torch.Tensor:
+        size = self.store.geometry.page_size
+        result = query
+        for number, (begin, end) in enumerate(plan.tiles):
+            k, v = self.stream.gather(layer, row.pages[begin // size : -(-end // size)].numpy())
+            k, v = (t.flatten(1, 2)[:, : end - begin] for t in (k, v))
+            result = plan.attend(query, number, k, v, scale)
+        return result[0]
+
+    def _attend_within_budget(
+        self,
+        layer: int,
+        row: Row,
+        query: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        everything: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        store, state = self.store, row.state
+        size = store.geometry.page_size
+        window, index = store.device_memory(state)
+        num_pages = len(row.pages)
+        offset = row.prefix_tokens % size
+        self._append_to_window(layer, window, num_pages - 1, offset, k_new, v_new)
+        if everything is None:
+            means = index.extend_to(layer, num_pages - 1, state.pages, store.table)
+            local = store.budget.first_local_page(row.num_tokens)
+            scores = score_pages(query, means, num_pages, local, store.budget, scale)
+            selected = select_pages(scores, store.budget)
+        else:
+            scores, selected = None, everything
+        k, v = fetch_selected(store, layer, state, selected, scores)
+        valid = k.shape[1] - (size - 1 - offset)
+        return attend_selected(query, k[:, :valid], v[:, :valid], scale)
+
+    @staticmethod
+    def _append_to_window(
+        layer: int, window: WindowCache, ordinal: int, offset: int, k_new: torch.Tensor, v_new: torch.Tensor
+    ) -> None:
+        """Write the new token into the resident copy of the page it extends; an absent copy is fetched whole."""
+        if offset == 0:
+            return
+        slots = window.slot_of[layer, :, ordinal]
+        heads = (slots >= 0).nonzero().view(-1)
+        if heads.numel() == 0:
+            return
+        size = window.k.shape[-1] // k_new.shape[-1]
+        at = (heads * window.num_slots + slots[heads]) * size + offset
+        window.k_tokens[layer].index_copy_(0, at, k_new[heads])
+        window.v_tokens[layer].index_copy_(0, at, v_new[heads])
+
+    def _finish(self) -> None:
+        store = self.store
+        lost = self.stream.lost_pages
+        for row, plan in zip(self.rows, self.exact_plans, strict=True):
+            window = row.state.window
+            if window is not None:
+                store.counters.window_hits += window.num_hits
+                store.counters.window_misses += window.num_misses
+                row.state.figures.window_hits += window.num_hits
+                row.state.figures.window_misses += window.num_misses
+                window.num_hits = window.num_misses = 0
+            if plan is not None and lost and lost.intersection(row.pages.tolist()):
+                store.fail([row.state], "LOST_PAGE: a page of this sequence failed its checksum; retry recomputes it")
+        if self.rows:
+            self.rows[0].state.figures.bytes_read += self.stream.bytes_read
+        self.stream.finish()

@@ -1,0 +1,133 @@
+"""The one configuration of the plugin: a frozen value, validated once, from one JSON object."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kv_tier.meta.errors import ConfigError
+
+CONFIG_ENV = "KVDRIVE_CONFIG"
+LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
+MIB = 1 << 20
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Say what the tiered sparse store may use and how it selects.
+
+    Args:
+        data_dir: directory of spans, control socket and locks; one engine owns it.
+        budget_tokens: positions one (layer, KV head) attends per step, or "all" for full attention.
+        window_multiple: window cache size as a multiple of the budget.
+        num_sink_tokens, local_window_tokens: always attended, inside the budget.
+        stretch_tokens: positions per stretch (clustering, spans).
+        append: "exact", "sparse" or "auto": how new tokens after a prefix attend.
+        append_sparse_max_tokens, append_exact_max_prefix_tokens: the token counts "auto" and "sparse" decide by.
+        persist: "sessions" keeps files for requests with a session id only, "all" for every request.
+        device_bytes: window caches and indexes of the running requests.
+        dram_bytes: frames, page means and tables.
+        ssd_bytes: span files.
+        logical_tokens: positions that may run or stay in the tree at once; 0 takes four times the frames.
+        strict_data_dir: refuse a data directory with spans of another model or layout.
+        model_revision: stands for the weights in the fingerprint instead of a digest of the files.
+        http_host, http_port: where the engine listens, told to the session service.
+    """
+
+    data_dir: str
+    budget_tokens: Positive | Literal["all"] = 1024
+    window_multiple: Positive = 2
+    num_sink_tokens: NotNegative = 4
+    local_window_tokens: Positive = 64
+    stretch_tokens: Positive = 1024
+    append: Literal["auto", "exact", "sparse"] = "auto"
+    append_sparse_max_tokens: Positive = 512
+    append_exact_max_prefix_tokens: NotNegative = 32768
+    persist: Literal["sessions", "all"] = "sessions"
+    device_bytes: Positive = 2048 * MIB
+    dram_bytes: Positive = 2048 * MIB
+    ssd_bytes: Positive = 32 * 1024 * MIB
+    logical_tokens: NotNegative = 0
+    strict_data_dir: bool = False
+    model_revision: str | None = None
+    http_host: str = "127.0.0.1"
+    http_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 30000
+
+    def __post_init__(self) -> None:
+        if not self.data_dir:
+            raise ConfigError("data_dir is empty: name a directory on a local disk")
+
+    def selection_digest(self) -> bytes:
+        """Return 32 bytes over everything that decides what sparse attention attends."""
+        fields = {
+            "selector": "page_means/1",
+            "budget_tokens": self.budget_tokens,
+            "num_sink_tokens": self.num_sink_tokens,
+            "local_window_tokens": self.local_window_tokens,
+            "append": self.append,
+            "append_sparse_max_tokens": self.append_sparse_max_tokens,
+            "append_exact_max_prefix_tokens": self.append_exact_max_prefix_tokens,
+        }
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+
+    def linker_config(self) -> dict[str, Any]:
+        """Return the value of SGLang's --unified-cache-external-linker-config that carries this configuration."""
+        return {**LINKER, "linker_extra_config": msgspec.to_builtins(self)}
+
+
+def parse_config(fields: dict[str, Any]) -> KVDriveConfig:
+    """Build the configuration from a JSON object.
+
+    Raises:
+        ConfigError: an unknown name, a wrong type or a value out of range; the message names the field.
+    """
+    try:
+        return msgspec.convert(fields, KVDriveConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"KVDrive configuration: {error}; known fields: {', '.join(KVDriveConfig.__struct_fields__)}") from error
+
+
+def load_config(text: str | None, **overrides: Any) -> KVDriveConfig:
+    """Read the configuration from JSON text, from ``@file``, or from the environment when ``text`` is None.
+
+    Args:
+        overrides: fields set by single flags; None means unset.
+
+    Raises:
+        ConfigError: not a JSON object, an unreadable file, or a value that ``parse_config`` refuses.
+    """
+    source = text if text is not None else os.environ.get(CONFIG_ENV, "{}")
+    if source.startswith("@"):
+        try:
+            source = Path(source[1:]).read_text()
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration file {source[1:]}: {error.strerror}") from error
+    try:
+        fields = json.loads(source)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the configuration is no JSON: {error}; got {source[:80]!r}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"the configuration must be a JSON object, got {type(fields).__name__}")
+    fields.update({name: value for name, value in overrides.items() if value is not None})
+    return parse_config(fields)
+
+
+def config_of_linker(linker_config: dict[str, Any] | None) -> KVDriveConfig:
+    """Return the configuration that SGLang's linker flag carries, in whichever process asks.
+
+    Raises:
+        ConfigError: the flag is absent or names another linker.
+    """
+    if not linker_config or linker_config.get("linker") != LINKER["linker"]:
+        raise ConfigError(
+            "the kvdrive attention backend needs --unified-cache-external-linker-config with KVDriveLinker; start the "
+            "engine with `kvdrive engine`, or pass the flags that `kvdrive engine --print-flags` shows"
+        )
+    return parse_config(linker_config.get("linker_extra_config", {}))
