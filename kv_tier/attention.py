@@ -30,7 +30,7 @@ def causal_mask(num_queries: int, num_keys: int, offset: int, dtype: torch.dtype
 
 
 def attend_masked(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, *, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend several query tokens over one tile of positions.
 
@@ -38,16 +38,18 @@ def attend_masked(
         query: [token, kv_head, group, head_dim].
         k, v: [kv_head, position, head_dim].
         mask: [token, position] additive, or None when everything is visible.
+        causal: query i sees positions 0..i; then no mask.
 
     Returns:
-        (out [group, kv_head, token, head_dim], lse [group, kv_head, token] float32).
+        (out [token, kv_head, group, head_dim], lse [token, kv_head, group] float32).
     """
-    folded = query.permute(2, 1, 0, 3)
-    group = folded.shape[0]
+    count, heads, group, head_dim = query.shape
+    k, v = (t.repeat_interleave(group, 0)[None] for t in (k, v))  # one copy per query head: flash runs fastest so
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        folded, k.expand(group, *k.shape), v.expand(group, *v.shape), 0.0, False, attn_mask=mask, scale=scale
+        query.permute(1, 2, 0, 3).reshape(1, heads * group, count, head_dim), k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return out, lse
+    shape = (heads, group, count)
+    return out.view(*shape, head_dim).permute(2, 0, 1, 3), lse.view(shape).permute(2, 0, 1)
 
 
 class ExactAttention:
@@ -66,10 +68,14 @@ class ExactAttention:
         self._masks = [self._mask(begin, end, dtype) for begin, end in self.tiles]
 
     def _mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor | None:
-        if end <= self.first + 1:
+        if end <= self.first + 1 or self._is_causal(begin):
             return None
         skipped = max(0, begin - self.first)
         return causal_mask(self.count - skipped, end - begin, self.first + skipped - begin, dtype)
+
+    def _is_causal(self, begin: int) -> bool:
+        """Whether queries and keys of the tile start at the same position, so that no mask is needed."""
+        return self.first == begin and len(self.tiles) == 1
 
     def attend(self, query: torch.Tensor, tile: int, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend over tile number ``tile`` and merge; call in ascending order, the last call returns the result.
@@ -83,14 +89,13 @@ class ExactAttention:
         """
         begin, _ = self.tiles[tile]
         skipped = max(0, begin - self.first)
-        out, lse = attend_masked(query[skipped:], k, v, self._masks[tile], scale)
+        out, lse = attend_masked(query[skipped:], k, v, self._masks[tile], scale, causal=self._is_causal(begin))
         if len(self.tiles) == 1:
-            return out.permute(2, 1, 0, 3)
+            return out
         if tile == 0:
-            self._out, self._lse = out.float(), lse.float()
+            self._out, self._lse = out.float().contiguous(), lse.contiguous()
         else:
-            merged, total = dispatch.merge_states(
-                self._out[:, :, skipped:], self._lse[:, :, skipped:], out.float(), lse.float()
+            self._out[skipped:], self._lse[skipped:] = dispatch.merge_states(
+                self._out[skipped:], self._lse[skipped:], out.float(), lse
             )
-            self._out[:, :, skipped:], self._lse[:, :, skipped:] = merged, total
-        return self._out.to(query.dtype).permute(2, 1, 0, 3)
+        return self._out.to(query.dtype)

@@ -223,7 +223,7 @@ class ExtendStep:
         count = mask.shape[1] - k.shape[1]
         k = torch.cat([k, own_k.flatten(1, 2)[:, :count]], dim=1)
         v = torch.cat([v, own_v.flatten(1, 2)[:, :count]], dim=1)
-        return attend_masked(query, k, v, mask, scale)[0].permute(2, 1, 0, 3)
+        return attend_masked(query, k, v, mask, scale)[0]
 
     def _finish(self) -> None:
         lost = self.stream.lost_pages
