@@ -14,9 +14,17 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _REQUEST = re.compile(r"[!-~]{0,128}")
 
 
-def new_session_id() -> str:
-    """Mint a session id: "s_" and 26 base32 characters, 128 random bits."""
-    return "s_" + base64.b32encode(secrets.token_bytes(16)).decode().rstrip("=").lower()
+def new_session_id(secret: bytes, tenant: str, request_id: str) -> str:
+    """Mint a session id: "s_" and 26 base32 characters, 128 bits.
+
+    A request id always gives the same session id, so that a repeated creation finds what the first one made, whatever
+    happened in between. Nobody without the secret can guess it. An empty request id gives a random one.
+    """
+    name = f"{tenant}\0{request_id}".encode()
+    data = (
+        hmac.digest(secret, b"\0session\0" + name, "sha256")[:16] if request_id else secrets.token_bytes(16)
+    )
+    return "s_" + base64.b32encode(data).decode().rstrip("=").lower()
 
 
 def is_session_id(text: str) -> bool:

@@ -8,7 +8,7 @@
 
 All integers are little endian. The first record is META. A file is created whole (written beside, fsynced, renamed,
 directory fsynced), and every later record is fsynced before anything depends on it. So a crash can only tear the last
-record: it is cut off when the log is loaded. Damage with intact records behind it is no torn tail: `LogCorrupt`.
+record: loading ignores it, and the next append cuts it off. Damage with intact records behind it is no torn tail: `LogCorrupt`.
 
 Example: a log with META, INPUT(turn 0), OUTPUT(turn 0), INPUT(turn 1) and half of an OUTPUT was torn while its second
 answer was being written. Loading leaves the second turn open.
@@ -108,7 +108,7 @@ def create(path: Path, records: Iterable[Record]) -> int:
 
 
 def append(path: Path, record: Record, at: int) -> int:
-    """Append a record at byte `at`, the end of the intact log, and fsync it.
+    """Append a record at byte `at`, the end of the intact log, and fsync it. Cuts off a torn tail behind `at`.
 
     Returns:
         Bytes of the intact log now.
@@ -132,7 +132,7 @@ def append(path: Path, record: Record, at: int) -> int:
 
 
 def load(path: Path) -> tuple[list[Record], int]:
-    """Load a log and cut off a torn tail.
+    """Read a log up to its torn tail, if it has one. Changes nothing, so that it may run beside an append.
 
     Returns:
         The records and the bytes of the intact log.
@@ -141,11 +141,7 @@ def load(path: Path) -> tuple[list[Record], int]:
         FileNotFoundError: no such log.
         LogCorrupt: damage that a torn append does not explain.
     """
-    data = path.read_bytes()
-    records, good_bytes = decode(data, path)
-    if good_bytes < len(data):
-        os.truncate(path, good_bytes)
-    return records, good_bytes
+    return decode(path.read_bytes(), path)
 
 
 def decode(data: bytes, path: Path) -> tuple[list[Record], int]:
@@ -192,7 +188,19 @@ def _decode_one(data: bytes, at: int) -> tuple[Record | None, int]:
     tokens = array("I", body[head_end:])
     if sys.byteorder == "big":
         tokens.byteswap()
-    return Record(RecordType(kind), json.loads(body[_U32.size : head_end]), tokens), end
+    return Record(_type(kind, at), json.loads(body[_U32.size : head_end]), tokens), end
+
+
+def _type(kind: int, at: int) -> RecordType:
+    try:
+        return RecordType(kind)
+    except ValueError:
+        known = max(RecordType)
+        raise LogCorrupt(
+            f"record at byte {at} has type {kind}, this version knows 1..{known}; use the version that wrote the log",
+            value=kind,
+            limit=known,
+        ) from None
 
 
 def _intact_behind(data: bytes, at: int) -> bool:
@@ -206,6 +214,8 @@ def _intact_behind(data: bytes, at: int) -> bool:
 
 
 def _write_at(descriptor: int, data: bytes, at: int) -> None:
+    if os.fstat(descriptor).st_size > at:
+        os.ftruncate(descriptor, at)
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], at + written)
