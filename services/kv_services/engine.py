@@ -266,7 +266,7 @@ def _restored(meta: dict[str, Any]) -> Restored:
         figures = figures[-1] if figures else None
     if not figures:
         cached = int(meta.get("cached_tokens", 0))
-        return Restored(device=cached, computed=int(meta.get("prompt_tokens", 0)) - cached)
+        return Restored(device=cached, computed=max(0, int(meta.get("prompt_tokens", 0)) - cached))
     return Restored(
         int(figures["tokens_device"]),
         int(figures["tokens_dram"]),

@@ -86,6 +86,14 @@ class Generation:
             default_max_new_tokens,
         )
         self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait until no turn runs, cancelled ones included, but no longer than `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
 
     async def generate(
         self, call: Call, session_id: str, prompt: Prompt, sampling: Sampling
@@ -97,18 +105,32 @@ class Generation:
             PromptTooLong, RequestIdReused, EngineRejected: nothing changed.
             EngineUnavailable, PageLost, StorageFailed: the turn is open.
         """
-        with self._slot(), self._leases.hold(session_id, f"turn {call.request_id}".strip()):
-            found = await self._store.open(call.tenant, session_id)
-            check_takes_turns(found)
-            if (turn := _answered(found, call)) is not None:
-                yield Delta(turn.text, list(turn.answer))
-                yield Completion(turn.finish or Finish.STOP, turn.usage, turn.number, replayed=True)
-                return
-            if found.state is not State.ACTIVE:
-                raise SessionSuspended(f"{session_id} is {found.state}; resume it first", value=found.state)
-            async with contextlib.aclosing(self._run(call, found, prompt, sampling)) as events:
-                async for event in events:
-                    yield event
+        completion = None
+        with self._slot():
+            async with self._leases.hold(session_id, f"turn {call.request_id}".strip()):
+                async with contextlib.aclosing(self._events(call, session_id, prompt, sampling)) as events:
+                    async for event in events:
+                        if isinstance(event, Completion):
+                            completion = event
+                        else:
+                            yield event
+        assert completion is not None
+        yield completion  # with the session free again: the client may send its next turn at once
+
+    async def _events(
+        self, call: Call, session_id: str, prompt: Prompt, sampling: Sampling
+    ) -> AsyncGenerator[Delta | Completion, None]:
+        found = await self._store.open(call.tenant, session_id)
+        check_takes_turns(found)
+        if (turn := _answered(found, call)) is not None:
+            yield Delta(turn.text, list(turn.answer))
+            yield Completion(turn.finish or Finish.STOP, turn.usage, turn.number, replayed=True)
+            return
+        if found.state is not State.ACTIVE:
+            raise SessionSuspended(f"{session_id} is {found.state}; resume it first", value=found.state)
+        async with contextlib.aclosing(self._run(call, found, prompt, sampling)) as events:
+            async for event in events:
+                yield event
 
     async def _run(
         self, call: Call, found: Conversation, prompt: Prompt, sampling: Sampling
@@ -201,11 +223,14 @@ class Generation:
                 limit=self._max_concurrent_turns,
             )
         self._num_running += 1
+        self._idle.clear()
         self._metrics.turns_running(self._num_running)
         try:
             yield
         finally:
             self._num_running -= 1
+            if self._num_running == 0:
+                self._idle.set()
             self._metrics.turns_running(self._num_running)
 
 

@@ -90,16 +90,7 @@ class SessionServer:
         background, watchers = Background(), Background()
         exits.push_async_callback(background.close, max(config.stop_grace_s, _FINISH_S))
         exits.push_async_callback(watchers.close)
-        self._server = self._serve(self._api(store, background, watchers))
-        await self._server.start()
-        exits.push_async_callback(self._server.stop, config.stop_grace_s)
-        self._start_metrics(exits)
-        await self._look()
-        watch = asyncio.create_task(self._watch())
-        exits.push_async_callback(_cancel, watch)
-
-    def _api(self, store: SessionStore, background: Background, watchers: Background) -> SessionApi:
-        config, leases, tokenizers = self._config, Leases(), Tokenizers()
+        leases, tokenizers = Leases(), Tokenizers()
         sessions = Sessions(store, self._engine, leases, tokenizers, config.suspend_timeout_s)
         generation = Generation(
             store,
@@ -111,7 +102,14 @@ class SessionServer:
             max_concurrent_turns=config.max_concurrent_turns,
             default_max_new_tokens=config.default_max_new_tokens,
         )
-        return SessionApi(sessions, generation, background, self._metrics)
+        exits.push_async_callback(generation.drained, _FINISH_S)
+        self._server = self._serve(SessionApi(sessions, generation, background, self._metrics))
+        await self._server.start()
+        exits.push_async_callback(self._server.stop, config.stop_grace_s)
+        self._start_metrics(exits)
+        await self._look()
+        watch = asyncio.create_task(self._watch())
+        exits.push_async_callback(_cancel, watch)
 
     def _serve(self, api: SessionApi) -> grpc.aio.Server:
         options = [

@@ -201,7 +201,7 @@ class Sessions:
         """Change title or labels; None leaves them."""
 
         async def work() -> dict[str, object]:
-            with self._leases.hold(session_id, "an update"):
+            async with self._leases.hold(session_id, "an update"):
                 found = await self._store.open(call.tenant, session_id)
                 new = Label(
                     found.title if title is None else title, found.labels if labels is None else labels
@@ -226,7 +226,7 @@ class Sessions:
         limit_s = self._suspend_timeout_s if timeout_s is None else min(timeout_s, self._suspend_timeout_s)
 
         async def work() -> dict[str, object]:
-            with self._leases.hold(session_id, "a suspend"):
+            async with self._leases.hold(session_id, "a suspend"):
                 found = await self._open_session(call.tenant, session_id)
                 if found.state is State.ACTIVE:
                     await self._suspend(found, limit_s)
@@ -239,7 +239,7 @@ class Sessions:
         """Make a suspended session accept turns; an active one stays as it is."""
 
         async def work() -> dict[str, object]:
-            with self._leases.hold(session_id, "a resume"):
+            async with self._leases.hold(session_id, "a resume"):
                 found = await self._open_session(call.tenant, session_id)
                 if found.state is State.SUSPENDED:
                     await self._mark(found, State.ACTIVE)
@@ -259,7 +259,7 @@ class Sessions:
         """
 
         async def work() -> dict[str, object]:
-            with self._leases.hold(session_id, "a delete"):
+            async with self._leases.hold(session_id, "a delete"):
                 found = await self._store.open(call.tenant, session_id)
                 info = await self._engine.info()
                 if found.state is not State.CLOSED:
@@ -278,7 +278,7 @@ class Sessions:
         if not call.request_id:
             await self._store.catalog.ping()
             return await work()
-        with self._leases.hold(f"request {call.tenant}/{what}/{call.request_id}", "the same request"):
+        async with self._leases.hold(f"request {call.tenant}/{what}/{call.request_id}", "the same request"):
             result = await self._store.recall(call.tenant, what, call.request_id)
             if result is None:
                 result = {"digest": call.digest} | await work()

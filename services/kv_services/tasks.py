@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kv_services.errors import SessionBusy
@@ -56,29 +57,43 @@ class Background:
             await asyncio.wait(tasks)
 
 
+@dataclass
+class _Holder:
+    what: str
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Leases:
     """At most one change of a session (or of what else has a name) at a time, in this process.
 
     The data directory's lock makes this process the only one.
+
+    Args:
+        patience_s: how long a change waits for the one before it: a cancelled turn needs a moment to end.
     """
 
-    def __init__(self) -> None:
-        self._holders: dict[str, str] = {}
+    def __init__(self, patience_s: float = 0.5) -> None:
+        self._patience_s = patience_s
+        self._holders: dict[str, _Holder] = {}
 
-    @contextmanager
-    def hold(self, name: str, what: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def hold(self, name: str, what: str) -> AsyncGenerator[None, None]:
         """Hold `name` for `what`.
 
         Raises:
             SessionBusy: somebody holds it.
         """
-        holder = self._holders.get(name)
-        if holder is not None:
-            raise SessionBusy(
-                f"{name} is busy with {holder}; wait for it or cancel it, then repeat", value=holder
-            )
-        self._holders[name] = what
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        while (holder := self._holders.get(name)) is not None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await holder.released.wait()
+            except TimeoutError:
+                raise SessionBusy(
+                    f"{name} is busy with {holder.what}; wait for it or cancel it, then repeat", value=holder.what
+                ) from None
+        self._holders[name] = _Holder(what)
         try:
             yield
         finally:
-            del self._holders[name]
+            self._holders.pop(name).released.set()
