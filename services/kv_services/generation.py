@@ -106,14 +106,17 @@ class Generation:
             EngineUnavailable, PageLost, StorageFailed: the turn is open.
         """
         completion = None
+        holder = f"turn {call.request_id}".strip()
         with self._slot():
-            async with self._leases.hold(session_id, f"turn {call.request_id}".strip()):
-                async with contextlib.aclosing(self._events(call, session_id, prompt, sampling)) as events:
-                    async for event in events:
-                        if isinstance(event, Completion):
-                            completion = event
-                        else:
-                            yield event
+            async with (
+                self._leases.hold(session_id, holder),
+                contextlib.aclosing(self._events(call, session_id, prompt, sampling)) as events,
+            ):
+                async for event in events:
+                    if isinstance(event, Completion):
+                        completion = event
+                    else:
+                        yield event
         assert completion is not None
         yield completion  # with the session free again: the client may send its next turn at once
 

@@ -90,7 +90,8 @@ class Leases:
                     await holder.released.wait()
             except TimeoutError:
                 raise SessionBusy(
-                    f"{name} is busy with {holder.what}; wait for it or cancel it, then repeat", value=holder.what
+                    f"{name} is busy with {holder.what}; wait for it or cancel it, then repeat",
+                    value=holder.what,
                 ) from None
         self._holders[name] = _Holder(what)
         try:

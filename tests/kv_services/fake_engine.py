@@ -177,7 +177,11 @@ class FakeEngine:
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with self._connection(writer):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            sizes = [line.partition(":")[2] for line in head.splitlines() if line.lower().startswith("content-length:")]
+            sizes = [
+                line.partition(":")[2]
+                for line in head.splitlines()
+                if line.lower().startswith("content-length:")
+            ]
             body = json.loads(await reader.readexactly(int(sizes[0])) if sizes else b"{}")
             path = head.split()[1]
             if path == "/generate":
@@ -197,7 +201,9 @@ class FakeEngine:
         self.requests.append(body)
         script = self.scripts.pop(0) if self.scripts else Script()
         if script.status is not None:
-            writer.write(_head(script.status[0]) + json.dumps({"error": {"message": script.status[1]}}).encode())
+            writer.write(
+                _head(script.status[0]) + json.dumps({"error": {"message": script.status[1]}}).encode()
+            )
             return
         writer.write(_head(200, "text/event-stream"))
         self._running[body["rid"]] = stop = asyncio.Event()

@@ -139,7 +139,13 @@ async def test_taken_ports_and_directories_are_named(world: World, short_dir: Pa
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("port", 65536), ("host", ""), ("redis_url", "http://x"), ("max_concurrent_turns", 0), ("stop_grace_s", -1.0)],
+    [
+        ("port", 65536),
+        ("host", ""),
+        ("redis_url", "http://x"),
+        ("max_concurrent_turns", 0),
+        ("stop_grace_s", -1.0),
+    ],
 )
 def test_config_names_value_and_limit(field: str, value: object) -> None:
     options: dict[str, object] = {field: value}
@@ -165,11 +171,12 @@ async def test_stopping_the_service_cancels_turns_consistently(world: World) -> 
     session = (await world.client.create_session()).session_id
     world.engine.script(hold_after=2)
     answer = world.client.generate(session, token_ids=HELLO, max_new_tokens=5)
+    deltas = aiter(answer)
+    for _ in range(2):
+        await anext(deltas)
+    await world.server.__aexit__()
     with pytest.raises(errors.ServiceError):
-        async for _ in answer:
-            if len(answer.token_ids) == 2:
-                stopping = asyncio.ensure_future(world.server.__aexit__())
-    await stopping
+        await anext(deltas)
     world._server = None
     found = conversation.fold(*token_log.load(world.log_path(session)))
     assert found.turns[0].finish is conversation.Finish.CANCELLED
@@ -191,7 +198,15 @@ class Process:
         self.data_dir = data_dir
 
     async def start(self) -> AsyncClient:
-        command = (sys.executable, "-m", "kv_services.server", "--data-dir", str(self.data_dir), "--port", "0")
+        command = (
+            sys.executable,
+            "-m",
+            "kv_services.server",
+            "--data-dir",
+            str(self.data_dir),
+            "--port",
+            "0",
+        )
         self.process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert self.process.stdout is not None
         line = (await self.process.stdout.readline()).decode()
@@ -206,15 +221,20 @@ class Process:
 async def test_killed_mid_turn_the_log_is_consistent_and_the_valkey_is_found_again(short_dir: Path) -> None:
     data_dir = short_dir / "data"
     service = Process(data_dir)
-    async with await service.start() as client, FakeEngine(data_dir, write_tokenizer(short_dir / "model")) as engine:
+    async with (
+        await service.start() as client,
+        FakeEngine(data_dir, write_tokenizer(short_dir / "model")) as engine,
+    ):
         session = (await client.create_session()).session_id
         await client.generate(session, token_ids=HELLO, max_new_tokens=3).read()
         engine.script(hold_after=2)
         running = client.generate(session, token_ids=[7], request_id="r", max_new_tokens=4)
+        deltas = aiter(running)
+        for _ in range(2):
+            await anext(deltas)
+        assert await service.end(signal.SIGKILL) == -signal.SIGKILL
         with pytest.raises(errors.Unavailable):
-            async for _ in running:
-                if len(running.token_ids) == 2:
-                    assert await service.end(signal.SIGKILL) == -signal.SIGKILL
+            await anext(deltas)
         valkey = int((data_dir / "catalog" / "valkey.pid").read_text())
         assert runs(valkey)  # outlived its service
         history = [*HELLO, *continuation(HELLO, 3)]
@@ -222,12 +242,12 @@ async def test_killed_mid_turn_the_log_is_consistent_and_the_valkey_is_found_aga
         assert list(found.tokens) == history
         assert found.open_turn is not None and list(found.open_turn.prompt) == [7]
 
-        async with await service.start() as client:
+        async with await service.start() as next_client:
             assert int((data_dir / "catalog" / "valkey.pid").read_text()) == valkey
-            again = client.generate(session, token_ids=[7], request_id="r", max_new_tokens=4)
+            again = next_client.generate(session, token_ids=[7], request_id="r", max_new_tokens=4)
             await again.read()
             assert again.token_ids == continuation([*history, 7], 4)
-            assert (await client.get(session)).num_turns == 2
+            assert (await next_client.get(session)).num_turns == 2
         assert await service.end(signal.SIGTERM) == 0
         assert not (data_dir / "catalog" / "valkey.pid").exists()
         assert not runs(valkey)

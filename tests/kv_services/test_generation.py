@@ -7,10 +7,10 @@ import grpc
 import pytest
 
 from kv_services import conversation, errors, token_log
+from kv_services.text import Tokenizer
 from kv_services.v1 import session_pb2 as pb
 from tests.kv_services.conftest import World
 from tests.kv_services.fake_engine import CONTEXT, IM_END, continuation
-from kv_services.text import Tokenizer
 
 HELLO = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -84,7 +84,9 @@ async def test_chat_is_rendered_once_and_eos_is_in_the_log_once(world: World) ->
     first = world.client.chat(session, "how?", system="S")
     assert await first.read() == "fine"
     assert first.completion is not None and first.completion.finish_reason == pb.FINISH_REASON_STOP
-    start = encode("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n")
+    start = encode(
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert world.engine.requests[0]["input_ids"] == start
 
     world.engine.script(answer=encode("cut"))  # ends without end of turn: the next delta brings it
@@ -266,7 +268,11 @@ async def test_bad_input_changes_nothing(world: World) -> None:
         (generate(session, text="x", max_new_tokens=0), errors.InvalidRequest, {"limit": "at least 1"}),
         (generate(session, text="x", stop=[""]), errors.InvalidRequest, {}),
         (generate(session, text="x", request_id="x" * 129), errors.InvalidRequest, {"limit": "128"}),
-        (generate(session, messages=[{"role": "tool", "content": ""}]), errors.InvalidRequest, {"roles": "tool"}),
+        (
+            generate(session, messages=[{"role": "tool", "content": ""}]),
+            errors.InvalidRequest,
+            {"roles": "tool"},
+        ),
         (generate("s_nope", text="x"), errors.SessionNotFound, {"value": "s_nope"}),
         (generate("../../etc/passwd", text="x"), errors.SessionNotFound, {}),
     ]:

@@ -163,7 +163,11 @@ async def test_suspend_needs_every_full_page(world: World) -> None:
     session = (await world.client.create_session()).session_id
     await turn(world, session, HELLO, 5)  # 13 tokens, the last one without KV: 3 full pages
     suspended = await world.client.suspend(session)
-    assert (suspended.state, suspended.num_pages, suspended.num_sealed_pages) == (pb.SESSION_STATE_SUSPENDED, 3, 3)
+    assert (suspended.state, suspended.num_pages, suspended.num_sealed_pages) == (
+        pb.SESSION_STATE_SUSPENDED,
+        3,
+        3,
+    )
     with pytest.raises(errors.SessionSuspended, match="resume it first"):
         await world.client.generate(session, token_ids=[1]).read()
     assert (await world.client.suspend(session)).state == pb.SESSION_STATE_SUSPENDED
@@ -204,7 +208,9 @@ async def test_delete_drops_only_what_nobody_else_uses(world: World) -> None:
     await turn(world, fork, [7] * 8, 5)
     await world.client.delete(fork)
     salt = world.engine.requests[0]["cache_salt"]
-    shared = [key.hex() for key in page_keys(world.engine.requests[1]["input_ids"][:12], PAGE, cache_salt=salt)]
+    shared = [
+        key.hex() for key in page_keys(world.engine.requests[1]["input_ids"][:12], PAGE, cache_salt=salt)
+    ]
     assert world.engine.dropped and not set(world.engine.dropped) & set(shared)
     assert set(shared) <= world.engine.sealed
     assert not world.log_path(fork).exists()
