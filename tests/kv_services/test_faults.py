@@ -4,8 +4,10 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -28,14 +30,14 @@ async def test_emptied_redis_is_rebuilt_from_the_logs(world: World) -> None:
     await world.client.generate(session, token_ids=HELLO, max_new_tokens=5).read()
     await world.client.create_document(token_ids=HELLO)
     catalog = world.server._catalog
-    before = [await world.client.get(session), await catalog.page_keys(session)]
+    before, keys = await world.client.get(session), await catalog.page_keys(session)
     await catalog._redis.flushall()
     await world.restart()
     assert world.server.rebuilt.indexed == 2
     catalog = world.server._catalog
     after = await world.client.get(session)
-    before[0].num_sealed_pages = after.num_sealed_pages  # nobody asked the engine again yet
-    assert [after, await catalog.page_keys(session)] == before
+    before.num_sealed_pages = after.num_sealed_pages  # nobody asked the engine again yet
+    assert (after, await catalog.page_keys(session)) == (before, keys)
     assert [found.session_id async for found in world.client.list()] == [session]
     await world.restart()
     assert world.server.rebuilt.indexed == 0
@@ -113,7 +115,8 @@ async def test_redis_unreachable_at_start(short_dir: Path) -> None:
 
 async def test_health_follows_the_engine(world: World) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{world.server.port}") as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         seen = aiter(watch)
         assert (await anext(seen)).status == SERVING
         await world.engine.stop()
@@ -154,8 +157,6 @@ def test_config_names_value_and_limit(field: str, value: object) -> None:
 
 
 async def test_metrics_are_served(world: World) -> None:
-    import httpx
-
     await world.stop()
     await world.start(metrics_port=0)
     session = (await world.client.create_session()).session_id
