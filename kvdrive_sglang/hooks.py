@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from kv_tier.meta.errors import ConfigError
 from kvdrive_sglang.linker import KVDriveLinker
+from kvdrive_sglang.plugin import is_requested
 from kvdrive_sglang.sealing import Sealer
 
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -17,7 +21,14 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 REQUEST_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
-HASHING = "sglang.srt.mem_cache.utils"
+BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator"
+WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
 
 
 def linker_of(cache: Any) -> KVDriveLinker | None:
@@ -27,9 +38,9 @@ def linker_of(cache: Any) -> KVDriveLinker | None:
     return linker if isinstance(linker, KVDriveLinker) else None
 
 
-def register_hooks() -> None:
-    """Register every hook; called once per process by the plugin."""
-    around = {
+def targets() -> dict[str, Callable[..., Any]]:
+    """Return what is hooked: dotted SGLang method -> our function around it."""
+    return {
         f"{TREE}.checkpoint_into_tree": checkpoint_into_tree,
         f"{TREE}.match_prefix": match_prefix,
         f"{TREE}.finish_external_linker_loads": finish_loads,
@@ -37,8 +48,31 @@ def register_hooks() -> None:
         f"{STREAMER}.build_additional_customized_info": build_customized_info,
         f"{CONFIGURATOR}._profile_available_bytes": profile_available_bytes,
         f"{REQUEST_ROWS}.free_rows": free_rows,
+        f"{BEAMS}.validate_and_init": refuse_beam_search,
+        **{f"{WEIGHTS}.{method}": refuse_weight_update for method in WEIGHT_UPDATES},
     }
-    for target, hook in around.items():
+
+
+def check_hooks() -> None:
+    """Refuse to serve when SGLang did not apply a hook: it only logs such a failure.
+
+    Raises:
+        ConfigError: names the method that is not hooked.
+    """
+    for target in targets():
+        module, _, rest = target.rpartition(".")
+        module, _, owner = module.rpartition(".")
+        method = getattr(getattr(importlib.import_module(module), owner), rest)
+        if not hasattr(method, "__wrapped__"):
+            raise ConfigError(
+                f"SGLang did not apply the hook on {target}: this version of sglang is not the supported 0.5.23, or "
+                f"SGLANG_PLUGINS excludes kvdrive"
+            )
+
+
+def register_hooks() -> None:
+    """Register every hook; called once per process by the plugin."""
+    for target, hook in targets().items():
         HookRegistry.register(target, hook, HookType.AROUND)
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
@@ -143,8 +177,6 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
 
 def profile_available_bytes(original: Any, self: Any, pre_model_load_memory: int) -> int:
     """Size the logical capacity by our tiers instead of the device's free memory."""
-    from kvdrive_sglang.plugin import is_requested
-
     if not is_requested():
         return int(original(self, pre_model_load_memory))
     from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
@@ -190,3 +222,23 @@ def build_customized_info(original: Any, self: Any, reqs: list[Any]) -> dict[str
         for req in reqs
     ]
     return info
+
+
+# ---- refused while serving ----------------------------------------------------------------------------------
+
+
+def refuse_weight_update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to change the weights under the KV that they computed."""
+    if not is_requested():
+        return original(self, *args, **kwargs)
+    return False, (
+        "the weights are part of the fingerprint of every page the kvdrive backend keeps: restart the engine on the "
+        "new weights instead of updating them online"
+    )
+
+
+def refuse_beam_search(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer a beam-search request with an error; its rows have no request of their own."""
+    if not is_requested():
+        return original(self, *args, **kwargs)
+    return "beam search is not served by the kvdrive backend: send the request without a beam width"

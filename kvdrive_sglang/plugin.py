@@ -31,8 +31,10 @@ def register() -> None:
 def create_backend(model_runner: Any) -> Any:
     """Build the attention backend, after checking that nothing is on that we cannot serve."""
     from kvdrive_sglang.backend import KVDriveAttnBackend
+    from kvdrive_sglang.hooks import check_hooks
     from kvdrive_sglang.refusals import refuse_unsupported
 
+    check_hooks()
     refuse_unsupported(model_runner.server_args, model_runner.model_config)
     backend = KVDriveAttnBackend(model_runner)
     model_runner.req_to_token_pool.kvdrive_store = backend.store

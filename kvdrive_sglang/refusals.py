@@ -21,7 +21,6 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "enable_streaming_session": (False, "--enable-streaming-session"),
     "enable_mixed_chunk": (False, "--enable-mixed-chunk"),
     "enable_memory_saver": (False, "--enable-memory-saver"),
-    "enable_beam_search": (False, "--enable-beam-search"),
     "kv_canary": ("none", "--kv-canary"),
     "disable_radix_cache": (False, "--disable-radix-cache"),
     "enable_session_radix_cache": (False, "--enable-session-radix-cache"),
@@ -35,16 +34,14 @@ def refuse_unsupported(server_args: Any, model_config: Any) -> None:
         ConfigError: names the flag or the property of the model, its value, and what to do.
     """
     for name, (served, flag) in _REQUIRED_VALUES.items():
-        value = getattr(server_args, name, served)
-        if value != served and bool(value) != bool(served):
+        value = getattr(server_args, name)
+        if value != served and not (served is False and value is None):
             raise ConfigError(f"{flag} is {value!r}: the kvdrive backend serves only {served!r}; drop the flag")
-        if isinstance(served, int) and not isinstance(served, bool) and value not in (served, None):
-            raise ConfigError(f"{flag} is {value!r}: the kvdrive backend serves only {served!r}; drop the flag")
-        if name == "disaggregation_mode" and value != served:
-            raise ConfigError(f"{flag} is {value!r}: the kvdrive backend serves only {served!r}; drop the flag")
-    if not getattr(server_args, "disable_overlap_schedule", True):
+    if server_args.lora_paths:
+        raise ConfigError(f"--lora-paths is {server_args.lora_paths!r}: a LoRA's id does not cover its weights; drop it")
+    if not server_args.disable_overlap_schedule:
         raise ConfigError("the overlap scheduler is on: start with --disable-overlap-schedule")
-    cache_dtype = getattr(server_args, "kv_cache_dtype", "auto")
+    cache_dtype = server_args.kv_cache_dtype
     if cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "float32"):
         raise ConfigError(f"--kv-cache-dtype is {cache_dtype!r}: quantised KV is not served; drop the flag")
     _refuse_model(model_config)

@@ -1,0 +1,76 @@
+"""One configuration, every value validated, the field named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kv_tier.meta.errors import ConfigError
+
+from kvdrive_sglang.config import CONFIG_ENV, config_of_linker, load_config, parse_config
+
+
+def test_defaults_and_round_trip_through_the_linker_flag() -> None:
+    config = parse_config({"data_dir": "d", "budget_tokens": "all"})
+    assert config_of_linker(config.linker_config()) == config
+    assert config.budget_tokens == "all" and config.window_multiple == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("budget_tokens", 0),
+        ("budget_tokens", "some"),
+        ("window_multiple", 0),
+        ("num_sink_tokens", -1),
+        ("local_window_tokens", 0),
+        ("append", "maybe"),
+        ("persist", "never"),
+        ("device_bytes", -5),
+        ("dram_bytes", "2G"),
+        ("http_port", 70000),
+    ],
+)
+def test_a_bad_value_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        parse_config({"data_dir": "d", field: value})
+
+
+def test_unknown_fields_and_missing_directory() -> None:
+    with pytest.raises(ConfigError, match="budget_tokenz"):
+        parse_config({"data_dir": "d", "budget_tokenz": 5})
+    with pytest.raises(ConfigError, match="data_dir"):
+        parse_config({})
+    with pytest.raises(ConfigError, match="data_dir"):
+        parse_config({"data_dir": ""})
+
+
+def test_sources_file_text_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kvdrive.json"
+    file.write_text(json.dumps({"data_dir": "d", "budget_tokens": 512}))
+    assert load_config(f"@{file}").budget_tokens == 512
+    assert load_config(f"@{file}", budget_tokens=256, append=None).budget_tokens == 256
+    monkeypatch.setenv(CONFIG_ENV, json.dumps({"data_dir": "from-env"}))
+    assert load_config(None).data_dir == "from-env"
+    with pytest.raises(ConfigError, match="missing.json"):
+        load_config("@missing.json")
+    with pytest.raises(ConfigError, match="no JSON"):
+        load_config("{")
+    with pytest.raises(ConfigError, match="object"):
+        load_config("[]")
+
+
+def test_another_linker_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kvdrive engine"):
+        config_of_linker(None)
+    with pytest.raises(ConfigError, match="kvdrive engine"):
+        config_of_linker({"linker": "Other"})
+
+
+def test_selection_digest_follows_what_selects() -> None:
+    base = parse_config({"data_dir": "d"})
+    assert base.selection_digest() == parse_config({"data_dir": "e", "window_multiple": 3}).selection_digest()
+    for change in ({"budget_tokens": 512}, {"append": "exact"}, {"num_sink_tokens": 8}, {"local_window_tokens": 32}):
+        assert parse_config({"data_dir": "d", **change}).selection_digest() != base.selection_digest()
