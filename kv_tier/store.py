@@ -353,7 +353,11 @@ class TieredStore:
         return True
 
     def lose(self, span: SpanFile, ordinals: Sequence[int], reason: object) -> None:
-        """Give up pages of a span whose bytes failed: quarantined, counted, recomputed from tokens when next used."""
+        """Give up pages of a span whose bytes failed: quarantined, counted, recomputed from tokens when next used.
+
+        The rest of the span is read once, so that one retry knows all that is gone.
+        """
+        ordinals = sorted({*ordinals, *(() if span.bad_pages else _unreadable(span))})
         new = self.spans.mark_bad(span, ordinals)
         self.counters.pages_lost += new
         logger.error("%d pages of span %d are lost and will be recomputed: %s", new, span.span_id, reason)
@@ -592,6 +596,17 @@ def _bad_ordinals(error: Exception, ordinals: np.ndarray) -> list[int]:
     """Return which of ``ordinals`` an error makes unreadable: the ones it names, or all."""
     named = getattr(error, "bad_pages", None)
     return [int(o) for o in (named if named else ordinals)]
+
+
+def _unreadable(span: SpanFile) -> set[int]:
+    """Read a whole span and return the ordinals of the pages that fail."""
+    bad: set[int] = set()
+    for layer in range(span.header.num_layers):
+        try:
+            span.read_layer(layer)
+        except (CorruptExtentError, ExtentIoError) as error:
+            bad.update(_bad_ordinals(error, np.arange(span.header.num_pages)))
+    return bad
 
 
 def _read_layer(span: SpanFile, layer: int, ordinals: np.ndarray) -> tuple[np.ndarray, int, Exception | None]:

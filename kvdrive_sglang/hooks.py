@@ -12,6 +12,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kv_tier.meta.errors import ConfigError
+from kv_tier.steps import DecodeStep
 from kvdrive_sglang.linker import KVDriveLinker
 from kvdrive_sglang.plugin import is_requested
 from kvdrive_sglang.sealing import Sealer
@@ -88,10 +89,11 @@ def checkpoint_into_tree(original: Any, self: Any, req: Any, *, up_to: int, **kw
     if linker is None:
         original(self, req, up_to=up_to, **kwargs)
         return
-    if req.discard_output_reason is None:
+    sound = req.discard_output_reason is None and not req.skip_radix_cache_insert
+    if sound:
         adopt_recomputed(self, linker, req, up_to)
     original(self, req, up_to=up_to, **kwargs)
-    if req.discard_output_reason is None and getattr(req, "skip_radix_cache_insert", False) is not True:
+    if sound:
         sealer = getattr(linker, "sealer", None)
         if sealer is None:
             sealer = linker.sealer = Sealer(linker.pool, self.req_to_token_pool)
@@ -151,8 +153,12 @@ def finish_loads(original: Any, self: Any, reqs: list[Any]) -> list[Any]:
         req.kvdrive_figures = state.figures
         if state.failure is not None and req not in failed:
             req.skip_radix_cache_insert = True
-            req.discard_output_reason = FINISH_ABORT(state.failure, HTTPStatus.SERVICE_UNAVAILABLE)
-            failed.append(req)
+            reason = FINISH_ABORT(state.failure, HTTPStatus.SERVICE_UNAVAILABLE)
+            if isinstance(linker.pool.step, DecodeStep):
+                req.to_finish = reason  # a decoding request ends with the token of this step, which does not count
+            else:
+                req.discard_output_reason = reason
+                failed.append(req)
     return failed
 
 

@@ -87,7 +87,7 @@ class Tokenizers:
     """Keeps the engine's tokenizer loaded."""
 
     def __init__(self) -> None:
-        self._tokenizer: Tokenizer | None = None
+        self._loaded: dict[tuple[str, str], Tokenizer] = {}
 
     async def of(self, info: EngineInfo) -> Tokenizer:
         """Load the tokenizer of an engine, if it is not loaded.
@@ -95,9 +95,10 @@ class Tokenizers:
         Raises:
             TokenizerMissing: see `Tokenizer`.
         """
-        if self._tokenizer is None or self._tokenizer.path != info.tokenizer_path:
-            self._tokenizer = await asyncio.to_thread(Tokenizer, info.tokenizer_path)
-        return self._tokenizer
+        model = info.tokenizer_path, info.fingerprint
+        if model not in self._loaded:
+            self._loaded = {model: await asyncio.to_thread(Tokenizer, info.tokenizer_path)}
+        return self._loaded[model]
 
 
 class Sessions:

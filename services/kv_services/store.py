@@ -174,6 +174,8 @@ class SessionStore:
             CatalogUnavailable: Redis does not answer.
         """
         report = Rebuild()
+        for unfinished in (self._data_dir.path / "sessions").glob(f"*{token_log.TEMPORARY_SUFFIX}"):
+            unfinished.unlink()
         logged, listed = set(self._data_dir.session_ids()), set()
         async for tenant, kind, member in self.catalog.all_members():
             session_id = member.partition(":")[2]

@@ -34,6 +34,7 @@ import google_crc32c
 from kv_services.errors import LogCorrupt, StorageFailed
 
 MAGIC = b"KVDRTLG1"
+TEMPORARY_SUFFIX = ".tmp"
 _FRONT = struct.Struct("<IB3x")
 _U32 = struct.Struct("<I")
 _FRAME_BYTES = _FRONT.size + 2 * _U32.size
@@ -93,7 +94,7 @@ def create(path: Path, records: Iterable[Record]) -> int:
         StorageFailed: the operating system failed a step; no file is left.
     """
     data = MAGIC + b"".join(encode(record) for record in records)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)

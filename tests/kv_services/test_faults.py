@@ -50,13 +50,16 @@ async def test_emptied_redis_is_repaired_by_use(world: World) -> None:
     assert [found.session_id async for found in world.client.list()] == [session]
 
 
-async def test_entries_without_a_log_are_unlisted(world: World) -> None:
+async def test_entries_without_a_log_and_unfinished_logs_go(world: World) -> None:
     session = (await world.client.create_session()).session_id
     world.log_path(session).unlink()
+    unfinished = world.log_path(session).with_name("x.log.tmp")
+    unfinished.touch()
     with pytest.raises(errors.SessionNotFound):
         await world.client.get(session)
     await world.restart()
     assert world.server.rebuilt.unlisted == 1
+    assert not unfinished.exists()
     assert [found async for found in world.client.list()] == []
 
 
