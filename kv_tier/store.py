@@ -14,6 +14,7 @@ from kv_tier.clusters import cluster_pages
 from kv_tier.frames import DUMMY_FRAME, FrameArena
 from kv_tier.geometry import Geometry
 from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
+from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.request import DeviceIndex, RequestState
@@ -222,14 +223,15 @@ class TieredStore:
         """Write full pages that no span holds to an unlinked file, oldest first; whether there were any."""
         table = self.table
         full = (table.filled == self.geometry.page_size) & (table.frames > DUMMY_FRAME)
-        candidates = np.flatnonzero(full & (table.span_of == NOWHERE) & ~self.pinned)
+        candidates = np.flatnonzero(full & (table.span_of == NOWHERE) & ~table.lost & ~self.pinned)
         if len(candidates) == 0:
             return False
-        pages = candidates[np.argsort(table.stamp[candidates], kind="stable")[:SPILL_PAGES]]
-        empty = bytes(32)
+        count = min(SPILL_PAGES, self.geometry.pages_per_stretch)
+        pages = candidates[np.argsort(table.stamp[candidates], kind="stable")[:count]]
         tokens = np.zeros((len(pages), self.geometry.page_size), dtype=np.uint32)
+        keys = page_keys(tokens.reshape(-1), self.geometry.page_size)  # nobody looks an unlinked span up
         errors_before = self.spans.num_seal_errors
-        self.seal(pages, tokens, [empty] * len(pages), first_page=0, parent_key=empty, durable=False)
+        self.seal(pages, tokens, keys, first_page=0, parent_key=bytes(32), durable=False)
         self.collect_sealed(wait_s=60.0)
         self.counters.pages_spilled += len(pages)
         return self.spans.num_seal_errors == errors_before
