@@ -1,0 +1,130 @@
+"""What every benchmark returns, and how it is shown and stored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from kv_tier.meta.errors import ConfigError
+
+PACKAGES: Final = ("kvdrive-sglang", "sglang", "torch", "triton", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Hold what a benchmark measured.
+
+    Attributes:
+        bench: the benchmark's name.
+        rows: one flat dict per measured case; the keys, in order of first appearance, are the columns.
+        summary: the figures that are compared between runs, with the unit last in each name.
+    """
+
+    bench: str
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def environment() -> dict[str, Any]:
+    """Describe the machine and the versions that a figure depends on, without loading any of them."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version_of(name) for name in PACKAGES},
+    }
+
+
+def cpu_model() -> str:
+    """Return the processor's name from /proc/cpuinfo, else the architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of a distribution, None without it."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def columns_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """List the keys of all rows in order of first appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def show(value: Any) -> str:
+    """Print a value for people: four significant digits, thousands apart, blank for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def rows_table(result: BenchResult) -> Table:
+    """Lay out the rows; columns of numbers are set right."""
+    table = Table(title=f"kvdrive bench {result.bench}")
+    columns = columns_of(result.rows)
+    for column in columns:
+        numeric = all(isinstance(row.get(column), int | float | None) for row in result.rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in result.rows:
+        table.add_row(*(Text(show(row.get(column))) for column in columns))
+    return table
+
+
+def summary_table(result: BenchResult) -> Table:
+    """Lay out the summary, one figure a line."""
+    table = Table(title="summary", show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in result.summary.items():
+        table.add_row(Text(name), Text(show(value)))
+    return table
+
+
+def as_json(result: BenchResult) -> dict[str, Any]:
+    """Return the object that `kvdrive bench --json` writes."""
+    return {
+        "bench": result.bench,
+        "environment": environment(),
+        "rows": result.rows,
+        "summary": result.summary,
+    }
+
+
+def write_json(result: BenchResult, path: Path) -> None:
+    """Write the result to ``path``, or not at all: a reader never sees half a file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(as_json(result), indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}: pass another --json") from error
+    finally:
+        partial.unlink(missing_ok=True)
