@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kv_kernels import dispatch
 
+FOLDED_QUERIES = 256  # up to so many queries per KV head, the group is folded into the query length
 TILE_TOKENS = 8192  # positions per tile of exact prefill, at absolute multiples
 
 
@@ -44,12 +45,20 @@ def attend_masked(
         (out [token, kv_head, group, head_dim], lse [token, kv_head, group] float32).
     """
     count, heads, group, head_dim = query.shape
-    k, v = (t.repeat_interleave(group, 0)[None] for t in (k, v))  # one copy per query head: flash runs fastest so
+    if count * group <= FOLDED_QUERIES and not causal:
+        # few queries: the group shares its keys, which are then read once
+        folded = query.permute(1, 2, 0, 3).reshape(1, heads, group * count, head_dim)
+        k, v = k[None], v[None]
+        mask = None if mask is None else mask.repeat(group, 1)
+    else:
+        # many queries: flash runs fastest with one copy of the keys per query head
+        folded = query.permute(1, 2, 0, 3).reshape(1, heads * group, count, head_dim)
+        k, v = (t.repeat_interleave(group, 0)[None] for t in (k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.permute(1, 2, 0, 3).reshape(1, heads * group, count, head_dim), k, v, 0.0, causal, attn_mask=mask, scale=scale
+        folded, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
     shape = (heads, group, count)
-    return out.view(*shape, head_dim).permute(2, 0, 1, 3), lse.view(shape).permute(2, 0, 1)
+    return out.reshape(*shape, head_dim).permute(2, 0, 1, 3), lse.reshape(shape).permute(2, 0, 1)
 
 
 class ExactAttention:

@@ -131,6 +131,9 @@ class ExtendStep:
         size = geometry.page_size
         for row in rows:
             row.state.sync(row.pages, store.table)
+            if row.state.window is not None and row.prefix_tokens % size:
+                # the page that is written on has a copy without the new tokens
+                row.state.window.drop(torch.tensor([row.prefix_tokens // size]))
         self.writer = Writer(store, slots, rows)
         self.sparse = [
             append.is_sparse(row.prefix_tokens, row.num_tokens - row.prefix_tokens)

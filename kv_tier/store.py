@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +24,11 @@ from kv_tier.window import WindowCache
 
 logger = logging.getLogger(__name__)
 
-READ_THREADS = 4
+READ_THREADS = 3
 PAGES_PER_CLUSTER = 8
 SPILL_PAGES = 128
+
+_Read = tuple[int, Exception | None]  # bytes read, and what failed
 
 
 @dataclass(frozen=True)
@@ -478,31 +480,52 @@ class TieredStore:
         self.readers.shutdown()
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Where a reader thread puts pages: rows ``at`` ([kv_head * page] int64) of ``k`` and ``v``."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    at: torch.Tensor
+
+
 class LayerStream:
     """Bring the pages that have no frame from their spans, one layer after another, ahead of the layer in use.
 
-    Where frames are free, the bytes stay in them (the pages are resident afterwards); otherwise they last one layer.
-    Pages that cannot be read are zeros and are listed in ``lost_pages`` ({logical page}).
+    Where frames are free, the bytes stay in them (the pages are resident afterwards); otherwise they are staged for
+    one layer. Pages that cannot be read are zeros and are listed in ``lost_pages`` ({logical page}).
     """
 
     AHEAD = 4
 
     def __init__(self, store: TieredStore, pages: np.ndarray, *, keep: bool = False) -> None:
         self.store = store
-        self.lost_pages: set[int] = {int(p) for p in pages[store.table.lost[pages]]}
-        self.bytes_read = 0
         table = store.table
-        away = np.unique(pages[(table.frames[pages] == NOWHERE) & (table.span_of[pages] != NOWHERE)])
-        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._place = np.full(store.limits.num_pages, NOWHERE, dtype=np.int64) if len(away) else None
-        self._away = away
-        self._jobs: dict[int, list[tuple[SpanFile, np.ndarray, object]]] = {}
-        self._kept = self._take_frames(pages) if keep and len(away) else False
-        if self._place is not None:
-            self._place[away] = np.arange(len(away))
+        self.lost_pages: set[int] = {int(p) for p in pages[table.lost[pages]]}
+        self.bytes_read = 0
+        away = (table.frames[pages] == NOWHERE) & (table.span_of[pages] != NOWHERE)
+        self._away = np.unique(pages[away])
+        self._arrived = -1
+        self._jobs: dict[int, list[tuple[SpanFile, np.ndarray, np.ndarray, Future[_Read]]]] = {}
+        self._frame_of = table.frame_of
+        self._frames: torch.Tensor | None = None
+        if len(self._away):
+            if keep and self._can_keep(pages):
+                self._frames = torch.tensor(store.frames.alloc(len(self._away)), dtype=torch.int64)
+                self._frame_of = table.frame_of.clone()
+                self._frame_of[torch.from_numpy(self._away)] = self._frames
+            else:
+                self._place = np.full(store.limits.num_pages, NOWHERE, dtype=np.int64)
+                self._place[self._away] = np.arange(len(self._away))
+                geometry = store.geometry
+                shape = (geometry.num_kv_heads, len(self._away), geometry.page_size, geometry.head_dim)
+                self._staging = [
+                    (torch.zeros(shape, dtype=geometry.dtype), torch.zeros(shape, dtype=geometry.dtype))
+                    for _ in range(self.AHEAD)
+                ]
 
-    def _take_frames(self, pages: np.ndarray) -> bool:
-        """Reserve frames for every page on its way if that costs no spilling; whether it worked."""
+    def _can_keep(self, pages: np.ndarray) -> bool:
+        """Whether frames for every page on its way can be had without spilling."""
         store, count = self.store, len(self._away)
         store.pinned[pages] = True
         try:
@@ -510,81 +533,86 @@ class LayerStream:
                 store._evict_frames(count - store.frames.num_free)
         finally:
             store.pinned[pages] = False
-        if store.frames.num_free < count:
-            return False
-        self._frames = torch.tensor(store.frames.alloc(count), dtype=torch.int64)
-        return True
+        return store.frames.num_free >= count
+
+    def _destination(self, layer: int, chosen: np.ndarray) -> _Rows:
+        frames, index = self.store.frames, torch.from_numpy(chosen)
+        if self._frames is not None:
+            at = frames.head_base[:, None] + self._frames[index]
+            return _Rows(frames.k_rows[layer], frames.v_rows[layer], at.view(-1))
+        k, v = self._staging[layer % self.AHEAD]
+        at = (torch.arange(k.shape[0]) * k.shape[1])[:, None] + index
+        return _Rows(k.view(-1, self.store.geometry.page_elements), v.view(-1, self.store.geometry.page_elements), at.view(-1))
 
     def _request(self, layer: int) -> None:
         if layer in self._jobs or layer >= self.store.geometry.num_layers:
             return
-        table, jobs = self.store.table, []
-        handles = table.span_of[self._away]
+        store, jobs = self.store, []
+        handles = store.table.span_of[self._away]
         for handle in np.unique(handles).tolist():
-            span = self.store.span_files[handle]
             chosen = np.flatnonzero(handles == handle)
-            ordinals = table.ordinal_of[self._away[chosen]]
-            jobs.append((span, chosen, self.store.readers.submit(_read_layer, span, layer, ordinals)))
+            span, ordinals = store.span_files[handle], store.table.ordinal_of[self._away[chosen]]
+            into = self._destination(layer, chosen)
+            job = store.readers.submit(_read_layer, span, layer, ordinals, store.geometry.dtype, into)
+            jobs.append((span, chosen, ordinals, job))
         self._jobs[layer] = jobs
 
     def _arrive(self, layer: int) -> None:
-        """Wait for a layer and put its bytes where ``gather`` finds them."""
-        if self._place is None or layer in self._staged:
+        """Wait for a layer; later ones are on their way then, one staging buffer each."""
+        if len(self._away) == 0 or layer == self._arrived:
             return
         for ahead in range(layer, layer + self.AHEAD):
             self._request(ahead)
-        store, geometry = self.store, self.store.geometry
-        shape = (geometry.num_kv_heads, len(self._away), 2, geometry.page_size, geometry.head_dim)
-        raw = torch.zeros(shape, dtype=geometry.dtype)
-        bits = _bits(raw)
-        for span, chosen, job in self._jobs.pop(layer):
-            data, num_bytes, error = job.result()  # type: ignore[attr-defined]
-            bits[:, chosen] = data
+        store = self.store
+        for span, chosen, ordinals, job in self._jobs.pop(layer):
+            num_bytes, error = job.result()
             self.bytes_read += num_bytes
             store.counters.bytes_read += num_bytes
             store.counters.reads += 1
             if error is not None:
-                ordinals = store.table.ordinal_of[self._away[chosen]]
                 bad = _bad_ordinals(error, ordinals)
                 store.lose(span, bad, error)
                 self.lost_pages.update(self._away[chosen][np.isin(ordinals, bad)].tolist())
-        k, v = raw[:, :, 0], raw[:, :, 1]
-        if self._kept:
-            store.frames.k[layer].index_copy_(1, self._frames, k)
-            store.frames.v[layer].index_copy_(1, self._frames, v)
-        self._staged = {layer: (k, v)}
+        self._arrived = layer
 
     def gather(self, layer: int, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of ``pages``: each [kv_head, n, page_size, head_dim], owned by the caller."""
         store = self.store
         self._arrive(layer)
-        frames = store.table.frame_of[torch.from_numpy(pages)]
+        frames = self._frame_of[torch.from_numpy(pages)]
         at = frames.clamp(min=DUMMY_FRAME)
         k = store.frames.k[layer].index_select(1, at)
         v = store.frames.v[layer].index_select(1, at)
         missing = (frames < 0).nonzero().view(-1)
         if missing.numel():
-            places = np.full(missing.numel(), NOWHERE) if self._place is None else self._place[pages[missing.numpy()]]
-            found = torch.from_numpy(places >= 0)
-            if bool(found.any()):
-                staged_k, staged_v = self._staged[layer]
-                here = torch.from_numpy(places)[found]
-                k.index_copy_(1, missing[found], staged_k.index_select(1, here))
-                v.index_copy_(1, missing[found], staged_v.index_select(1, here))
-            if not bool(found.all()):
-                k[:, missing[~found]] = 0
-                v[:, missing[~found]] = 0
+            self._fill_staged(layer, pages[missing.numpy()], missing, k, v)
         return k, v
+
+    def _fill_staged(
+        self, layer: int, pages: np.ndarray, missing: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Complete what frames do not hold: staged pages, and zeros for pages that are nowhere."""
+        staged = len(self._away) > 0 and self._frames is None
+        places = self._place[pages] if staged else np.full(len(pages), NOWHERE)
+        found = torch.from_numpy(places >= 0)
+        if bool(found.any()):
+            here = torch.from_numpy(places)[found]
+            for out, source in zip((k, v), self._staging[layer % self.AHEAD], strict=True):
+                out.index_copy_(1, missing[found], source.index_select(1, here))
+        if not bool(found.all()):
+            k[:, missing[~found]] = 0
+            v[:, missing[~found]] = 0
 
     def finish(self) -> None:
         """Make the kept pages resident after the last layer; lost ones give their frame back."""
-        if not self._kept:
+        if self._frames is None:
             return
+        frames = self._frames.numpy()
         good = np.array([page not in self.lost_pages for page in self._away.tolist()])
-        self.store.table.frames[self._away[good]] = self._frames.numpy()[good]
-        self.store.frames.free(self._frames.numpy()[~good].tolist())
+        self.store.table.frames[self._away[good]] = frames[good]
+        self.store.frames.free(frames[~good].tolist())
         self.store.table.stamp[self._away] = self.store.clock
-        self._kept = False
+        self._frames = None
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
@@ -611,26 +639,36 @@ def _unreadable(span: SpanFile) -> set[int]:
     return bad
 
 
-def _read_layer(span: SpanFile, layer: int, ordinals: np.ndarray) -> tuple[np.ndarray, int, Exception | None]:
-    """Read one layer of a span, [kv_head, len(ordinals), 2, page_size, head_dim] in the order asked for."""
+def _read_layer(span: SpanFile, layer: int, ordinals: np.ndarray, dtype: torch.dtype, into: _Rows) -> _Read:
+    """Read one layer of a span on a reader thread, in the order of ``ordinals``.
+
+    Args:
+        into: the rows that receive the pages, head after head; what fails is zeros.
+
+    Returns:
+        (bytes read, error or None).
+    """
+    header = span.header
     error: Exception | None = None
+    num_bytes = 0
     try:
         data = span.read_layer(layer)
-    except CorruptExtentError as corrupt:
-        error = corrupt
-        header = span.header
-        data = np.zeros(
-            (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim), dtype=span.bits_dtype
-        )
+        num_bytes = data.nbytes
+    except (CorruptExtentError, ExtentIoError) as failed:
+        error = failed
+        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+        data = np.zeros(shape, dtype=span.bits_dtype)
         for head in range(header.num_kv_heads):
-            part, _, _ = _read_pages(span, layer, head, np.arange(header.num_pages), data.shape[2:], data.dtype)
+            part, _, _ = _read_pages(span, layer, head, np.arange(header.num_pages), shape[2:], data.dtype)
             data[head, span.place_of[layer, head]] = part
-    except ExtentIoError as failed:
-        header = span.header
-        shape = (header.num_kv_heads, len(ordinals), 2, header.page_size, header.head_dim)
-        return np.zeros(shape, dtype=span.bits_dtype), 0, failed
-    places = span.place_of[layer][:, ordinals]
-    return data[np.arange(data.shape[0])[:, None], places], data.nbytes, error
+    signed = data.view(np.int16 if data.itemsize == 2 else np.int32)
+    pages = torch.from_numpy(signed).view(dtype).view(-1, header.page_size * header.head_dim)
+    places = torch.from_numpy(span.place_of[layer][:, ordinals].astype(np.int64))
+    first = (torch.arange(header.num_kv_heads) * header.num_pages)[:, None]
+    rows = (2 * (places + first)).flatten()
+    into.k.index_copy_(0, into.at, pages.index_select(0, rows))
+    into.v.index_copy_(0, into.at, pages.index_select(0, rows + 1))
+    return num_bytes, error
 
 
 def _read_pages(
