@@ -31,7 +31,13 @@ def causal_mask(num_queries: int, num_keys: int, offset: int, dtype: torch.dtype
 
 
 def attend_masked(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, *, causal: bool = False
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend several query tokens over one tile of positions.
 
@@ -86,7 +92,9 @@ class ExactAttention:
         """Whether queries and keys of the tile start at the same position, so that no mask is needed."""
         return self.first == begin and len(self.tiles) == 1
 
-    def attend(self, query: torch.Tensor, tile: int, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, tile: int, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Attend over tile number ``tile`` and merge; call in ascending order, the last call returns the result.
 
         Args:
@@ -98,7 +106,9 @@ class ExactAttention:
         """
         begin, _ = self.tiles[tile]
         skipped = max(0, begin - self.first)
-        out, lse = attend_masked(query[skipped:], k, v, self._masks[tile], scale, causal=self._is_causal(begin))
+        out, lse = attend_masked(
+            query[skipped:], k, v, self._masks[tile], scale, causal=self._is_causal(begin)
+        )
         if len(self.tiles) == 1:
             return out
         if tile == 0:

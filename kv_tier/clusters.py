@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def cluster_pages(means: torch.Tensor, num_clusters: int, num_iterations: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+def cluster_pages(
+    means: torch.Tensor, num_clusters: int, num_iterations: int = 5
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Group pages by the direction of their means: spherical k-means, every (layer, KV head) on its own.
 
     A pure function of ``means``: the first centroids are evenly spaced pages, ties go to the lower cluster, and a
@@ -33,5 +35,7 @@ def cluster_pages(means: torch.Tensor, num_clusters: int, num_iterations: int = 
         centroids = torch.where(length > 0, sums / length.clamp(min=1e-20), centroids)
     index = assignment[:, :, None].expand(-1, -1, head_dim)
     sums = torch.zeros_like(centroids).scatter_add_(1, index, pages)
-    counts = torch.zeros(num_pairs, num_clusters).scatter_add_(1, assignment, torch.ones_like(assignment, dtype=torch.float32))
+    counts = torch.zeros(num_pairs, num_clusters).scatter_add_(
+        1, assignment, torch.ones_like(assignment, dtype=torch.float32)
+    )
     return assignment, sums / counts.clamp(min=1)[:, :, None]

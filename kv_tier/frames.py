@@ -20,8 +20,14 @@ class FrameArena:
         self.geometry = geometry
         self.num_frames = num_frames
         shape = (geometry.num_kv_heads, num_frames, geometry.page_size, geometry.head_dim)
-        self.k = [torch.zeros(shape, dtype=geometry.dtype, pin_memory=pin_memory) for _ in range(geometry.num_layers)]
-        self.v = [torch.zeros(shape, dtype=geometry.dtype, pin_memory=pin_memory) for _ in range(geometry.num_layers)]
+        self.k = [
+            torch.zeros(shape, dtype=geometry.dtype, pin_memory=pin_memory)
+            for _ in range(geometry.num_layers)
+        ]
+        self.v = [
+            torch.zeros(shape, dtype=geometry.dtype, pin_memory=pin_memory)
+            for _ in range(geometry.num_layers)
+        ]
         self.k_rows = [k.view(-1, geometry.page_elements) for k in self.k]
         self.v_rows = [v.view(-1, geometry.page_elements) for v in self.v]
         self.k_tokens = [k.view(-1, geometry.head_dim) for k in self.k]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from kv_kernels import dispatch
-
 from kv_tier.meta.errors import ConfigError
 
 

@@ -124,7 +124,9 @@ def mark_exactness(table: PageTable, row: Row, size: int, sparse: bool) -> None:
 class ExtendStep:
     """Prefill or append: several new tokens per request."""
 
-    def __init__(self, store: TieredStore, rows: Sequence[Row], slots: torch.Tensor, append: AppendRule) -> None:
+    def __init__(
+        self, store: TieredStore, rows: Sequence[Row], slots: torch.Tensor, append: AppendRule
+    ) -> None:
         self.store = store
         self.rows = rows
         geometry, budget = store.geometry, store.budget
@@ -141,7 +143,7 @@ class ExtendStep:
             for row in rows
         ]
         self._count_prefixes()
-        self.plans = []
+        self.plans: list[ExactAttention | torch.Tensor] = []  # a mask where sparse
         streamed = [np.zeros(0, dtype=np.int64)]
         for row, sparse in zip(rows, self.sparse, strict=True):
             mark_exactness(store.table, row, size, sparse)
@@ -171,7 +173,14 @@ class ExtendStep:
             figures.tokens_computed += row.num_tokens - row.prefix_tokens
 
     def attend(
-        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, written: bool = False
+        self,
+        layer: int,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        written: bool = False,
     ) -> torch.Tensor:
         """Write the layer's new KV, then attend.
 
@@ -187,9 +196,9 @@ class ExtendStep:
             self.writer.write(layer, k, v)
         out = torch.empty_like(query)
         begin = 0
-        for row, sparse, plan in zip(self.rows, self.sparse, self.plans, strict=True):
+        for row, plan in zip(self.rows, self.plans, strict=True):
             end = begin + row.num_tokens - row.prefix_tokens
-            if sparse:
+            if isinstance(plan, torch.Tensor):
                 out[begin:end] = self._attend_sparse(layer, row, query[begin:end], plan, scale)
             else:
                 out[begin:end] = self._attend_exact(layer, row, query[begin:end], plan, scale)
@@ -214,7 +223,7 @@ class ExtendStep:
     ) -> torch.Tensor:
         """All new tokens of a head share one selection; their own positions come on top of the budget."""
         store, state = self.store, row.state
-        window, index = store.device_memory(state)
+        _, index = store.device_memory(state)
         first = row.prefix_tokens // store.geometry.page_size
         pages = state.pages[:first]
         means = index.extend_to(layer, first, pages, store.table)
@@ -232,7 +241,9 @@ class ExtendStep:
         lost = self.stream.lost_pages
         for row, sparse in zip(self.rows, self.sparse, strict=True):
             if lost and not sparse and lost.intersection(row.pages.tolist()):
-                self.store.fail([row.state], "LOST_PAGE: a page of this prefix failed its checksum; retry recomputes it")
+                self.store.fail(
+                    [row.state], "LOST_PAGE: a page of this prefix failed its checksum; retry recomputes it"
+                )
         if self.rows:
             self.rows[0].state.figures.bytes_read += self.stream.bytes_read
         self.stream.finish()
@@ -254,7 +265,9 @@ def fetch_selected(
         window.v[layer].index_copy_(0, rows, v)
     flat = (slots + window.head_base).view(-1)
     gathered = (selected.shape[0], -1, store.geometry.head_dim)
-    return window.k[layer].index_select(0, flat).view(gathered), window.v[layer].index_select(0, flat).view(gathered)
+    return window.k[layer].index_select(0, flat).view(gathered), window.v[layer].index_select(0, flat).view(
+        gathered
+    )
 
 
 class DecodeStep:
@@ -280,11 +293,20 @@ class DecodeStep:
                 plan = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype)
                 self.streamed.append(row.pages.numpy())
             self.exact_plans.append(plan)
-            self.all_pages.append(torch.arange(num_pages).expand(heads, -1) if covered and plan is None else None)
+            self.all_pages.append(
+                torch.arange(num_pages).expand(heads, -1) if covered and plan is None else None
+            )
         self.stream = LayerStream(store, np.concatenate(self.streamed), keep=True)
 
     def attend(
-        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, written: bool = False
+        self,
+        layer: int,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        written: bool = False,
     ) -> torch.Tensor:
         """Write the layer's new KV, then attend; arguments and result as for ``ExtendStep.attend`` with one token
         per request."""
@@ -296,12 +318,16 @@ class DecodeStep:
             if plan is not None:
                 out[i] = self._attend_all(layer, row, query[i : i + 1], plan, scale)
             else:
-                out[i] = self._attend_within_budget(layer, row, query[i], k[i], v[i], self.all_pages[i], scale)
+                out[i] = self._attend_within_budget(
+                    layer, row, query[i], k[i], v[i], self.all_pages[i], scale
+                )
         if layer == self.store.geometry.num_layers - 1:
             self._finish()
         return out
 
-    def _attend_all(self, layer: int, row: Row, query: torch.Tensor, plan: ExactAttention, scale: float) -> torch.Tensor:
+    def _attend_all(
+        self, layer: int, row: Row, query: torch.Tensor, plan: ExactAttention, scale: float
+    ) -> torch.Tensor:
         size = self.store.geometry.page_size
         result = query
         for number, (begin, end) in enumerate(plan.tiles):
@@ -365,7 +391,9 @@ class DecodeStep:
                 row.state.figures.window_misses += window.num_misses
                 window.num_hits = window.num_misses = 0
             if plan is not None and lost and lost.intersection(row.pages.tolist()):
-                store.fail([row.state], "LOST_PAGE: a page of this sequence failed its checksum; retry recomputes it")
+                store.fail(
+                    [row.state], "LOST_PAGE: a page of this sequence failed its checksum; retry recomputes it"
+                )
         if self.rows:
             self.rows[0].state.figures.bytes_read += self.stream.bytes_read
         self.stream.finish()

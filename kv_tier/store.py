@@ -184,7 +184,9 @@ class TieredStore:
             if not self.reserve_frames(len(need)):
                 room = self.frames.num_free
                 for page in need[room:].tolist():
-                    self.fail([owners[page]], "NO_FRAMES: dram_bytes holds no room for this request; retry later")
+                    self.fail(
+                        [owners[page]], "NO_FRAMES: dram_bytes holds no room for this request; retry later"
+                    )
                 self.table.frames[need[room:]] = DUMMY_FRAME
                 self.table.lost[need[room:]] = True
                 need = need[:room]
@@ -293,7 +295,14 @@ class TieredStore:
     def _pack(self, pages: np.ndarray, order: torch.Tensor) -> np.ndarray | None:
         """Copy pages in packing order: [layer, kv_head, place, 2, page_size, head_dim] raw bits; None if some are lost."""
         geometry = self.geometry
-        shape = (geometry.num_layers, geometry.num_kv_heads, len(pages), 2, geometry.page_size, geometry.head_dim)
+        shape = (
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            len(pages),
+            2,
+            geometry.page_size,
+            geometry.head_dim,
+        )
         packed = torch.empty(shape, dtype=geometry.dtype)
         stream = LayerStream(self, pages)
         for layer in range(geometry.num_layers):
@@ -366,7 +375,9 @@ class TieredStore:
         self.counters.pages_lost += new
         logger.error("%d pages of span %d are lost and will be recomputed: %s", new, span.span_id, reason)
         attached = np.flatnonzero(self.table.span_of == id(span))
-        gone = attached[np.isin(self.table.ordinal_of[attached], ordinals) & (self.table.frames[attached] == NOWHERE)]
+        gone = attached[
+            np.isin(self.table.ordinal_of[attached], ordinals) & (self.table.frames[attached] == NOWHERE)
+        ]
         self.table.lost[gone] = True
 
     def adopt(self, source: int, target: int) -> None:
@@ -425,11 +436,19 @@ class TieredStore:
         for handle, head in sorted({*zip(handles.tolist(), heads.tolist(), strict=True)}):
             chosen = np.flatnonzero((handles == handle) & (heads == head))
             if handle == NOWHERE:
-                self.fail([state], "LOST_PAGE: a page of this sequence could not be read and is recomputed on retry")
+                self.fail(
+                    [state], "LOST_PAGE: a page of this sequence could not be read and is recomputed on retry"
+                )
                 continue
             span = self.span_files[handle]
             ordinals = self.table.ordinal_of[pages[chosen]]
-            jobs.append((span, chosen, self.readers.submit(_read_pages, span, layer, head, ordinals, shape, bits.dtype)))
+            jobs.append(
+                (
+                    span,
+                    chosen,
+                    self.readers.submit(_read_pages, span, layer, head, ordinals, shape, bits.dtype),
+                )
+            )
         for span, chosen, job in jobs:
             data, num_bytes, error = job.result()
             bits[chosen] = data
@@ -439,7 +458,10 @@ class TieredStore:
             if error is not None:
                 ordinals = self.table.ordinal_of[pages[chosen]]
                 self.lose(span, _bad_ordinals(error, ordinals), error)
-                self.fail([state], "LOST_PAGE: a page of this sequence failed its checksum and is recomputed on retry")
+                self.fail(
+                    [state],
+                    "LOST_PAGE: a page of this sequence failed its checksum and is recomputed on retry",
+                )
         k_out[places] = raw[:, 0].reshape(len(pages), -1)
         v_out[places] = raw[:, 1].reshape(len(pages), -1)
 
@@ -542,7 +564,11 @@ class LayerStream:
             return _Rows(frames.k_rows[layer], frames.v_rows[layer], at.view(-1))
         k, v = self._staging[layer % self.AHEAD]
         at = (torch.arange(k.shape[0]) * k.shape[1])[:, None] + index
-        return _Rows(k.view(-1, self.store.geometry.page_elements), v.view(-1, self.store.geometry.page_elements), at.view(-1))
+        return _Rows(
+            k.view(-1, self.store.geometry.page_elements),
+            v.view(-1, self.store.geometry.page_elements),
+            at.view(-1),
+        )
 
     def _request(self, layer: int) -> None:
         if layer in self._jobs or layer >= self.store.geometry.num_layers:

@@ -83,7 +83,9 @@ class WindowCache:
         if scores is None:
             value = torch.zeros(self.num_heads, slot_of.shape[1])
         else:
-            value = torch.nn.functional.pad(scores, (0, slot_of.shape[1] - scores.shape[1]), value=float("-inf"))
+            value = torch.nn.functional.pad(
+                scores, (0, slot_of.shape[1] - scores.shape[1]), value=float("-inf")
+            )
         value = value.scatter(1, selected, float("inf"))
         value[:, -1] = float("-inf")  # what ABSENT (-1) indexes: an empty slot
         resident = value.gather(1, page_of.remainder(slot_of.shape[1]))

@@ -34,7 +34,9 @@ class KVDriveAttnBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.device = model_runner.device
         config = pool.config
-        self.append = AppendRule(config.append, config.append_sparse_max_tokens, config.append_exact_max_prefix_tokens)
+        self.append = AppendRule(
+            config.append, config.append_sparse_max_tokens, config.append_exact_max_prefix_tokens
+        )
         self.forward_metadata: ExtendStep | DecodeStep | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -46,7 +48,9 @@ class KVDriveAttnBackend(AttentionBackend):
         prefixes = [n - 1 for n in lengths] if decode else _tolist(forward_batch.extend_prefix_lens)
         rows = [
             self._row(index, prefix, length)
-            for index, prefix, length in zip(forward_batch.req_pool_indices.tolist(), prefixes, lengths, strict=True)
+            for index, prefix, length in zip(
+                forward_batch.req_pool_indices.tolist(), prefixes, lengths, strict=True
+            )
         ]
         slots = forward_batch.out_cache_loc.to(torch.int64)
         if decode:

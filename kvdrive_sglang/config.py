@@ -91,7 +91,9 @@ def parse_config(fields: dict[str, Any]) -> KVDriveConfig:
     try:
         return msgspec.convert(fields, KVDriveConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"KVDrive configuration: {error}; known fields: {', '.join(KVDriveConfig.__struct_fields__)}") from error
+        raise ConfigError(
+            f"KVDrive configuration: {error}; known fields: {', '.join(KVDriveConfig.__struct_fields__)}"
+        ) from error
 
 
 def load_config(text: str | None, **overrides: Any) -> KVDriveConfig:

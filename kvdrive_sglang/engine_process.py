@@ -46,9 +46,14 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def server_command(arguments: Mapping[str, Any], *, host: str, port: int) -> list[str]:
+SERVER_MODULE = "sglang.launch_server"
+
+
+def server_command(
+    arguments: Mapping[str, Any], *, host: str, port: int, module: str = SERVER_MODULE
+) -> list[str]:
     """Return the command line of SGLang's HTTP server with ``arguments`` (see ``launch.server_arguments``)."""
-    return [sys.executable, "-m", "sglang.launch_server", *flags_of({**arguments, "host": host, "port": port})]
+    return [sys.executable, "-m", module, *flags_of({**arguments, "host": host, "port": port})]
 
 
 class EngineProcess:
@@ -59,10 +64,17 @@ class EngineProcess:
         port: port on 127.0.0.1.
         log_path: receives stdout and stderr.
         env: added to the environment.
+        module: what ``python -m`` runs; takes the flags of SGLang's server.
     """
 
     def __init__(
-        self, arguments: Mapping[str, Any], *, port: int, log_path: Path, env: Mapping[str, str] | None = None
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        port: int,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        module: str = SERVER_MODULE,
     ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
@@ -71,7 +83,7 @@ class EngineProcess:
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"}
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                server_command(arguments, host="127.0.0.1", port=port),
+                server_command(arguments, host="127.0.0.1", port=port, module=module),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -88,7 +100,9 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise EngineFailed(f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}")
+                raise EngineFailed(
+                    f"the engine ended with status {self.process.returncode}:\n{self.log_tail()}"
+                )
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self

@@ -155,7 +155,9 @@ def finish_loads(original: Any, self: Any, reqs: list[Any]) -> list[Any]:
             req.skip_radix_cache_insert = True
             reason = FINISH_ABORT(state.failure, HTTPStatus.SERVICE_UNAVAILABLE)
             if isinstance(linker.pool.step, DecodeStep):
-                req.to_finish = reason  # a decoding request ends with the token of this step, which does not count
+                req.to_finish = (
+                    reason  # a decoding request ends with the token of this step, which does not count
+                )
             else:
                 req.discard_output_reason = reason
                 failed.append(req)

@@ -57,7 +57,9 @@ class KVDrivePool(MHATokenToKVPool):
             dtype=self.dtype,
         )
         if self.v_head_dim != self.head_dim:
-            raise ConfigError(f"v_head_dim={self.v_head_dim} differs from head_dim={self.head_dim}: not supported")
+            raise ConfigError(
+                f"v_head_dim={self.v_head_dim} differs from head_dim={self.head_dim}: not supported"
+            )
         raise_descriptor_limit()
         self.store = build_store(self.config, self.geometry, num_pages=self.size // self.page_size + 1)
 
@@ -82,7 +84,9 @@ class KVDrivePool(MHATokenToKVPool):
         layer_id = layer_id_override if layer_id_override is not None else layer.layer_id  # type: ignore[union-attr]
         shape = (-1, self.head_num, self.head_dim)
         self.step.writer.write(
-            layer_id - self.start_layer, cache_k.view(shape).to(self.dtype), cache_v.view(shape).to(self.dtype)
+            layer_id - self.start_layer,
+            cache_k.view(shape).to(self.dtype),
+            cache_v.view(shape).to(self.dtype),
         )
 
     def _no_buffer(self) -> RuntimeError:
@@ -200,4 +204,3 @@ def _fingerprint(config: KVDriveConfig, geometry: Geometry) -> bytes:
             "index": "page_means/1",
         }
     )
-

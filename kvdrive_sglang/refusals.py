@@ -36,9 +36,13 @@ def refuse_unsupported(server_args: Any, model_config: Any) -> None:
     for name, (served, flag) in _REQUIRED_VALUES.items():
         value = getattr(server_args, name)
         if value != served and not (served is False and value is None):
-            raise ConfigError(f"{flag} is {value!r}: the kvdrive backend serves only {served!r}; drop the flag")
+            raise ConfigError(
+                f"{flag} is {value!r}: the kvdrive backend serves only {served!r}; drop the flag"
+            )
     if server_args.lora_paths:
-        raise ConfigError(f"--lora-paths is {server_args.lora_paths!r}: a LoRA's id does not cover its weights; drop it")
+        raise ConfigError(
+            f"--lora-paths is {server_args.lora_paths!r}: a LoRA's id does not cover its weights; drop it"
+        )
     if not server_args.disable_overlap_schedule:
         raise ConfigError("the overlap scheduler is on: start with --disable-overlap-schedule")
     cache_dtype = server_args.kv_cache_dtype

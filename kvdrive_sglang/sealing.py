@@ -32,7 +32,9 @@ class Sealer:
         num_pages = up_to // size
         if num_pages == 0:
             return
-        tokens = np.array(req.full_untruncated_fill_ids[: num_pages * size], dtype=np.uint32).reshape(-1, size)
+        tokens = np.array(req.full_untruncated_fill_ids[: num_pages * size], dtype=np.uint32).reshape(
+            -1, size
+        )
         keys = self._keys(req, tokens)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : num_pages * size : size]
         pages = (row.to(dtype=row.dtype) // size).numpy().astype(np.int64)

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from kv_tier.meta.page_keys import page_keys
 
+from kv_tier.meta.page_keys import page_keys
 from kvdrive_sglang.config import parse_config
 from kvdrive_sglang.engine_process import EngineProcess, free_port
 from kvdrive_sglang.launch import server_arguments
@@ -74,7 +74,13 @@ class Engine:
         return self.process.url
 
     def generate(
-        self, tokens: Sequence[int], *, new: int = 16, session: str | None = None, salt: str | None = None, **extra: Any
+        self,
+        tokens: Sequence[int],
+        *,
+        new: int = 16,
+        session: str | None = None,
+        salt: str | None = None,
+        **extra: Any,
     ) -> Answer:
         body = {
             "input_ids": list(tokens),
@@ -108,7 +114,9 @@ class Engine:
                 lines.flush()
                 return dict(json.loads(lines.readline()))
 
-    def sealed(self, tokens: Sequence[int], *, salt: str | None = None, wait_s: float = 30.0) -> tuple[int, int]:
+    def sealed(
+        self, tokens: Sequence[int], *, salt: str | None = None, wait_s: float = 30.0
+    ) -> tuple[int, int]:
         """Return (sealed pages, full pages) of a sequence whose last token was sampled."""
         keys = [key.hex() for key in page_keys(list(tokens)[:-1], 8, cache_salt=salt)]
         return int(self.control("sealed", keys=keys, wait_s=wait_s)["num_sealed"]), len(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def engine(new_engine: Callable[..., Engine]) -> Iterator[Engine]:
+def engine(new_engine: Callable[..., Engine]) -> Engine:
     return new_engine(budget_tokens=256, flags={"chunked_prefill_size": 256})
 
 
@@ -41,9 +41,8 @@ def test_sgl_function_gen_fork_select(engine: Engine) -> None:
         s += f"{city} is a city in the country of"
         s += sgl.gen("country", max_tokens=4, temperature=0)
         branches = s.fork(2)
-        for number, branch in enumerate(branches):
-            branch += f" Fact {number + 1}:"
-            branch += sgl.gen("fact", max_tokens=6, temperature=0)
+        for number in range(len(branches)):
+            branches[number] += f" Fact {number + 1}:" + sgl.gen("fact", max_tokens=6, temperature=0)
         s += " Is it in Europe? Answer:" + sgl.select("answer", choices=[" yes", " no"])
         s.set_var("facts", [branch["fact"] for branch in branches])
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.span_file import SpanFile
-
 from tests.engine.conftest import Answer, Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -31,7 +31,9 @@ def span_of(engine: Engine, tokens: list[int], salt: str) -> Path:
     raise AssertionError("no span holds the session's first page")
 
 
-def play(engine: Engine, start: list[int], turns: list[list[int]], salt: str) -> tuple[list[int], list[Answer]]:
+def play(
+    engine: Engine, start: list[int], turns: list[list[int]], salt: str
+) -> tuple[list[int], list[Answer]]:
     """Play turns of a session; returns its tokens and the answers."""
     log, answers = list(start), []
     for turn in turns:
@@ -94,6 +96,8 @@ def retry(engine: Engine, tokens: list[int], tries: int = 5) -> Answer:
         try:
             return engine.generate(tokens, session="session-resumed", salt="resumed")
         except httpx.HTTPStatusError as error:
-            assert error.response.status_code == 503, error.response.text
-            assert "LOST_PAGE" in error.response.text
-    raise AssertionError(f"still failing after {tries} tries:\n{engine.process and engine.process.log_tail()}")
+            if error.response.status_code != 503 or "LOST_PAGE" not in error.response.text:
+                raise AssertionError(error.response.text) from error
+    raise AssertionError(
+        f"still failing after {tries} tries:\n{engine.process and engine.process.log_tail()}"
+    )

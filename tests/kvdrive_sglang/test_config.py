@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_tier.meta.errors import ConfigError
 
+from kv_tier.meta.errors import ConfigError
 from kvdrive_sglang.config import CONFIG_ENV, config_of_linker, load_config, parse_config
 
 
@@ -54,7 +54,7 @@ def test_sources_file_text_environment(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_config(f"@{file}", budget_tokens=256, append=None).budget_tokens == 256
     monkeypatch.setenv(CONFIG_ENV, json.dumps({"data_dir": "from-env"}))
     assert load_config(None).data_dir == "from-env"
-    with pytest.raises(ConfigError, match="missing.json"):
+    with pytest.raises(ConfigError, match=r"missing\.json"):
         load_config("@missing.json")
     with pytest.raises(ConfigError, match="no JSON"):
         load_config("{")
@@ -72,5 +72,10 @@ def test_another_linker_is_refused() -> None:
 def test_selection_digest_follows_what_selects() -> None:
     base = parse_config({"data_dir": "d"})
     assert base.selection_digest() == parse_config({"data_dir": "e", "window_multiple": 3}).selection_digest()
-    for change in ({"budget_tokens": 512}, {"append": "exact"}, {"num_sink_tokens": 8}, {"local_window_tokens": 32}):
+    for change in (
+        {"budget_tokens": 512},
+        {"append": "exact"},
+        {"num_sink_tokens": 8},
+        {"local_window_tokens": 32},
+    ):
         assert parse_config({"data_dir": "d", **change}).selection_digest() != base.selection_digest()

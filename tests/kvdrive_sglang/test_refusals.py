@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv_tier.meta.errors import ConfigError
 
+from kv_tier.meta.errors import ConfigError
 from kvdrive_sglang.refusals import _REQUIRED_VALUES, refuse_unsupported
 
 

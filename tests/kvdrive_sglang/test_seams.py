@@ -24,21 +24,43 @@ def resolve(path: str) -> Any:
 
 
 SIGNATURES = {
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": ["self", "req", "up_to", "kwargs"],
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": [
+        "self",
+        "req",
+        "up_to",
+        "kwargs",
+    ],
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix": ["self", "params"],
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.finish_external_linker_loads": ["self", "reqs"],
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.finish_external_linker_loads": [
+        "self",
+        "reqs",
+    ],
     "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": [
         "self",
         "pre_model_load_memory",
     ],
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows": ["self", "indices"],
-    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids": ["self", "page_ids"],
+    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids": [
+        "self",
+        "page_ids",
+    ],
     "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.clear": ["self"],
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": ["self"],
-    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker.lookup": ["self", "rid", "transfers"],
-    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker.load": ["self", "rid", "transfers"],
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": ["self", "forward_batch"],
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker.lookup": [
+        "self",
+        "rid",
+        "transfers",
+    ],
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker.load": [
+        "self",
+        "rid",
+        "transfers",
+    ],
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": [
+        "self",
+        "forward_batch",
+    ],
     "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls": ["self", "kind"],
     "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": [
         "self",
@@ -61,7 +83,12 @@ FIELDS = {
         "out_cache_loc",
         "forward_mode",
     ],
-    "sglang.srt.server_args.ServerArgs": ["model_path", "tokenizer_path", "json_model_override_args", "attention_backend"],
+    "sglang.srt.server_args.ServerArgs": [
+        "model_path",
+        "tokenizer_path",
+        "json_model_override_args",
+        "attention_backend",
+    ],
     "sglang.srt.mem_cache.hicache_storage.PoolTransfer": ["keys", "device_indices"],
     "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams": ["key", "req"],
 }
@@ -70,7 +97,11 @@ FIELDS = {
 @pytest.mark.parametrize("path", FIELDS)
 def test_fields(path: str) -> None:
     cls = resolve(path)
-    names = set(inspect.signature(cls).parameters) | set(getattr(cls, "__struct_fields__", ())) | set(getattr(cls, "__annotations__", ()))
+    names = (
+        set(inspect.signature(cls).parameters)
+        | set(getattr(cls, "__struct_fields__", ()))
+        | set(getattr(cls, "__annotations__", ()))
+    )
     for base in cls.__mro__:
         names |= set(getattr(base, "__annotations__", ()))
     assert set(FIELDS[path]) <= names
@@ -81,7 +112,9 @@ def test_the_pinned_version_is_installed() -> None:
 
 
 def test_entry_points_are_installed() -> None:
-    assert [e.value for e in entry_points(group="sglang.srt.plugins", name="kvdrive")] == ["kvdrive_sglang.plugin:register"]
+    assert [e.value for e in entry_points(group="sglang.srt.plugins", name="kvdrive")] == [
+        "kvdrive_sglang.plugin:register"
+    ]
     assert [e.value for e in entry_points(group="sglang.srt.platforms", name="kvdrive")] == [
         "kvdrive_sglang.platform:platform_class"
     ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from kv_tier.geometry import Geometry
 from kv_tier.meta.errors import CapacityError, ConfigError
 from kv_tier.store import StoreLimits, require_capacity
-
 from kvdrive_sglang.config import parse_config
 from kvdrive_sglang.sizing import frames_for, logical_pages_for
 
@@ -38,5 +38,5 @@ def test_tables_that_do_not_fit_are_refused() -> None:
 def test_two_chunks_and_the_decode_tails_must_fit() -> None:
     limits = StoreLimits(100, 40, 50, 2, max_requests=4)
     require_capacity(limits, GEOMETRY, chunk_tokens=136)
-    with pytest.raises(CapacityError, match="dram_bytes.*--chunked-prefill-size"):
+    with pytest.raises(CapacityError, match=r"dram_bytes.*--chunked-prefill-size"):
         require_capacity(limits, GEOMETRY, chunk_tokens=160)
