@@ -82,8 +82,9 @@ class RequestState:
         lives = table.life[pages.numpy()]
         common = min(count, self.num_pages)
         same = (self.pages[:common] == pages[:common]).numpy() & (self.lives[:common] == lives[:common])
-        if not same.all():
-            changed = np.flatnonzero(~same)
+        gone = np.arange(common, self.num_pages)  # a row that became shorter
+        changed = np.concatenate([np.flatnonzero(~same), gone])
+        if len(changed):
             if self.window is not None:
                 self.window.drop(torch.from_numpy(changed))
             if self.index is not None:
