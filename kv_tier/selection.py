@@ -20,7 +20,7 @@ class Budget:
         page_size: positions per page.
 
     Raises:
-        ConfigError: the pages do not hold the sinks, the local window and one page more.
+        ConfigError: a size is out of range, or the pages do not hold the sinks, the local window and one page more.
     """
 
     pages: int | None
@@ -29,6 +29,12 @@ class Budget:
     page_size: int
 
     def __post_init__(self) -> None:
+        if self.num_sink_tokens < 0:
+            raise ConfigError(f"num_sink_tokens={self.num_sink_tokens}: must not be negative")
+        if self.local_window_tokens < 1:
+            raise ConfigError(
+                f"local_window_tokens={self.local_window_tokens}: must be at least 1, a token attends itself"
+            )
         if self.pages is None:
             return
         # the local window can straddle one page more than its tokens fill
