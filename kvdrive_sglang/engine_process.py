@@ -91,7 +91,7 @@ class EngineProcess:
                 env={**os.environ, **quiet, **(env or {})},
             )
 
-    def wait_ready(self, timeout_s: float = 240.0, on_wait: Callable[[], None] | None = None) -> Self:
+    def wait_ready(self, timeout_s: float = 600.0, on_wait: Callable[[], None] | None = None) -> Self:
         """Wait until the server answers; ``on_wait`` is called about twice a second.
 
         Raises:

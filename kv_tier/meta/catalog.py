@@ -17,6 +17,7 @@ start of the service repairs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -73,20 +74,18 @@ class Catalog:
     Args:
         url: redis://, rediss:// or unix:// URL.
         namespace: unique to the data directory.
-        timeout_s: for connecting and for each answer.
+        timeout_s: for connecting, and for all of one method's answers.
 
     Every method raises CatalogUnavailable when the server does not answer, or answers with an error.
     """
 
-    def __init__(self, url: str, namespace: str, timeout_s: float = 2.0) -> None:
+    def __init__(self, url: str, namespace: str, timeout_s: float = 5.0) -> None:
         # RESP2 keeps the answers alike on every server version; the one retry replaces a connection that went stale.
+        # No socket_timeout: redis-py would send under asyncio.wait_for, which on Python 3.11 loses cancellations.
         self._redis: Any = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            protocol=2,
-            retry=Retry(NoBackoff(), 1),
+            url, socket_connect_timeout=timeout_s, protocol=2, retry=Retry(NoBackoff(), 1)
         )
+        self._timeout_s = timeout_s
         self._url = url.rpartition("@")[2]
         self._prefix = f"kvd:{namespace}:"
 
@@ -242,10 +241,12 @@ class Catalog:
     @asynccontextmanager
     async def _reached(self) -> AsyncIterator[None]:
         try:
-            yield
+            async with asyncio.timeout(self._timeout_s):
+                yield
         except (RedisError, OSError) as error:
+            detail = str(error) or f"no answer in {self._timeout_s:g} s"
             raise CatalogUnavailable(
-                f"Redis at {self._url} does not answer ({type(error).__name__}: {error}); start it, then repeat the call"
+                f"Redis at {self._url} does not answer ({type(error).__name__}: {detail}); start it, then repeat the call"
             ) from error
 
 

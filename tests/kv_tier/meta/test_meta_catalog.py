@@ -1,3 +1,4 @@
+import asyncio
 import os
 import shutil
 import signal
@@ -148,6 +149,34 @@ async def test_answers_with_errors_are_unavailable_too(catalog: Catalog) -> None
     await catalog._redis.set(catalog._row_key("s1"), "not a hash")
     with pytest.raises(CatalogUnavailable, match="WRONGTYPE"):
         await catalog.get("s1")
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+async def test_cancelled_calls_end_wherever_they_are(catalog: Catalog, num_steps: int) -> None:
+    async def forever() -> None:
+        while True:
+            await catalog.ping()
+
+    calling = asyncio.create_task(forever())
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait([calling], timeout=5)
+    assert calling.cancelled()
+    await catalog.ping()
+
+
+async def test_silent_server_is_unavailable(tmp_path: Path) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    path = Path(tempfile.mkdtemp(prefix="kvd-"))
+    async with await asyncio.start_unix_server(accept, str(path / "s")):
+        async with Catalog(f"unix://{path}/s", "n", timeout_s=0.05) as catalog:
+            with pytest.raises(CatalogUnavailable, match=r"no answer in 0\.05 s"):
+                await catalog.get("s1")
+    shutil.rmtree(path)
 
 
 @pytest.mark.crash
