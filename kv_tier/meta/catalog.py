@@ -81,9 +81,13 @@ class Catalog:
 
     def __init__(self, url: str, namespace: str, timeout_s: float = 5.0) -> None:
         # RESP2 keeps the answers alike on every server version; the one retry replaces a connection that went stale.
-        # No socket_timeout: redis-py would send under asyncio.wait_for, which on Python 3.11 loses cancellations.
+        # socket_timeout is off: redis-py would send under asyncio.wait_for, which on Python 3.11 loses cancellations.
         self._redis: Any = redis.asyncio.Redis.from_url(
-            url, socket_connect_timeout=timeout_s, protocol=2, retry=Retry(NoBackoff(), 1)
+            url,
+            socket_timeout=None,
+            socket_connect_timeout=timeout_s,
+            protocol=2,
+            retry=Retry(NoBackoff(), 1),
         )
         self._timeout_s = timeout_s
         self._url = url.rpartition("@")[2]

@@ -172,10 +172,10 @@ async def test_silent_server_is_unavailable(tmp_path: Path) -> None:
         writer.close()
 
     path = Path(tempfile.mkdtemp(prefix="kvd-"))
-    async with await asyncio.start_unix_server(accept, str(path / "s")):
-        async with Catalog(f"unix://{path}/s", "n", timeout_s=0.05) as catalog:
-            with pytest.raises(CatalogUnavailable, match=r"no answer in 0\.05 s"):
-                await catalog.get("s1")
+    silent = await asyncio.start_unix_server(accept, str(path / "s"))
+    async with silent, Catalog(f"unix://{path}/s", "n", timeout_s=0.05) as catalog:
+        with pytest.raises(CatalogUnavailable, match=r"no answer in 0\.05 s"):
+            await catalog.get("s1")
     shutil.rmtree(path)
 
 
