@@ -15,7 +15,7 @@ def filled_state() -> tuple[RequestState, PageTable]:
     """Return a request of six pages, 10..15, all in its window cache and all but the last in its index."""
     table = PageTable(GEOMETRY, 40)
     for layer, means in enumerate(table.means):
-        means += torch.arange(40, dtype=means.dtype)[:, None, None] + layer
+        means.add_(torch.arange(40, dtype=means.dtype)[:, None, None] + layer)
     state = RequestState(0, 1, MAX_PAGES)
     state.sync(torch.arange(10, 16), table)
     state.window = WindowCache(GEOMETRY, MAX_PAGES, MAX_PAGES)
