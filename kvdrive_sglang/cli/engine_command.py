@@ -28,7 +28,7 @@ PACKAGED: Final = "packaged"
 CACHE_ENV: Final = "KVDRIVE_CACHE"
 LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
 OUR_FLAGS: Final = ("--model-path", "--model", "--host", "--port", "--attention-backend")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def register(app: typer.Typer) -> None:
