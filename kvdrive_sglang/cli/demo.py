@@ -42,6 +42,7 @@ QUESTIONS: Final = (
 FORK_QUESTION: Final = "Who is liable when the software causes damage?"
 LAST_QUESTION: Final = "May I use the work commercially?"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+START_TIMEOUT_S: Final = 600.0
 STOP_TIMEOUT_S: Final = 20.0
 
 
@@ -333,7 +334,7 @@ class Stack:
         arguments = server_arguments(config, str(self.model), log_level="warning")
         with self.signals.hold():
             self.engine = EngineProcess(arguments, port=self.port, log_path=self.root / "engine.log")
-        self.engine.wait_ready()
+        self.engine.wait_ready(START_TIMEOUT_S)
 
     def kill_engine(self) -> int:
         """End the engine as a crash would; return its pid."""
