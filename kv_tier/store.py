@@ -679,19 +679,19 @@ def _read_layer(span: SpanFile, layer: int, ordinals: np.ndarray, dtype: torch.d
     num_bytes = 0
     try:
         data = span.read_layer(layer)
+        places = span.place_of[layer][:, ordinals].astype(np.int64)
         num_bytes = data.nbytes
     except (CorruptExtentError, ExtentIoError) as failed:
         error = failed
-        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+        shape = (header.num_kv_heads, len(ordinals), 2, header.page_size, header.head_dim)
         data = np.zeros(shape, dtype=span.bits_dtype)
         for head in range(header.num_kv_heads):
-            part, _, _ = _read_pages(span, layer, head, np.arange(header.num_pages), shape[2:], data.dtype)
-            data[head, span.place_of[layer, head]] = part
+            data[head], _, _ = _read_pages(span, layer, head, ordinals, shape[2:], data.dtype)
+        places = np.tile(np.arange(len(ordinals)), (header.num_kv_heads, 1))
     signed = data.view(np.int16 if data.itemsize == 2 else np.int32)
     pages = torch.from_numpy(signed).view(dtype).view(-1, header.page_size * header.head_dim)
-    places = torch.from_numpy(span.place_of[layer][:, ordinals].astype(np.int64))
-    first = (torch.arange(header.num_kv_heads) * header.num_pages)[:, None]
-    rows = (2 * (places + first)).flatten()
+    first = (torch.arange(header.num_kv_heads) * data.shape[1])[:, None]
+    rows = (2 * (torch.from_numpy(places) + first)).flatten()
     into.k.index_copy_(0, into.at, pages.index_select(0, rows))
     into.v.index_copy_(0, into.at, pages.index_select(0, rows + 1))
     return num_bytes, error
