@@ -368,17 +368,18 @@ class TieredStore:
     def lose(self, span: SpanFile, ordinals: Sequence[int], reason: object) -> None:
         """Give up pages of a span whose bytes failed: quarantined, counted, recomputed from tokens when next used.
 
-        The rest of the span is read once, so that one retry knows all that is gone.
+        The rest of the span is read once, so that one retry knows all that is gone. Pages that are in frames are sound
+        and no longer depend on the file.
         """
         ordinals = sorted({*ordinals, *(() if span.bad_pages else _unreadable(span))})
         new = self.spans.mark_bad(span, ordinals)
         self.counters.pages_lost += new
         logger.error("%d pages of span %d are lost and will be recomputed: %s", new, span.span_id, reason)
         attached = np.flatnonzero(self.table.span_of == id(span))
-        gone = attached[
-            np.isin(self.table.ordinal_of[attached], ordinals) & (self.table.frames[attached] == NOWHERE)
-        ]
-        self.table.lost[gone] = True
+        bad = attached[np.isin(self.table.ordinal_of[attached], ordinals)]
+        resident = self.table.frames[bad] != NOWHERE
+        self.table.lost[bad[~resident]] = True
+        self._detach(bad[resident])
 
     def adopt(self, source: int, target: int) -> None:
         """Let a lost page take over the recomputed bytes of ``source``, which is about to be freed."""
