@@ -323,18 +323,23 @@ class SpanStore:
         return span
 
     def _reserve(self, num_bytes: int) -> None:
-        """Make room under ``ssd_bytes``: unattached spans leave, least recently written first."""
+        """Make room under ``ssd_bytes``: unattached spans leave, least recently written first.
+
+        Raises:
+            CapacityError: too little can leave; then nothing does.
+        """
         with self.lock:
-            for span in sorted(self.spans.values(), key=lambda s: s.header.sequence):
+            idle = [span for span in self.spans.values() if span.num_attached == 0]
+            idle_bytes = sum(span.header.file_bytes for span in idle)
+            if self.used_bytes - idle_bytes + num_bytes > self.ssd_bytes:
+                raise CapacityError(
+                    f"a span of {num_bytes} bytes does not fit: ssd_bytes={self.ssd_bytes}, in use {self.used_bytes}, "
+                    f"of which {idle_bytes} could leave; raise ssd_bytes or delete sessions"
+                )
+            for span in sorted(idle, key=lambda s: s.header.sequence):
                 if self.used_bytes + num_bytes <= self.ssd_bytes:
                     return
-                if span.num_attached == 0:
-                    self._retire(span)
-            if self.used_bytes + num_bytes > self.ssd_bytes:
-                raise CapacityError(
-                    f"a span of {num_bytes} bytes does not fit: ssd_bytes={self.ssd_bytes}, in use "
-                    f"{self.used_bytes} and attached; raise ssd_bytes or delete sessions"
-                )
+                self._retire(span)
 
     def close(self) -> None:
         """Finish the queued jobs, stop the writer and close every file."""
