@@ -44,7 +44,8 @@ class SealJob:
     """One stretch, or a part of one, on its way to SSD; arrays are owned by the job.
 
     ``pages``/``lives``: [n] int64 logical pages and the life they were taken in. ``durable`` False spills to an
-    unlinked file. ``done``/``span``/``error`` are the result, set by the writer.
+    unlinked file. ``done``/``span``/``error`` are the result, set by the writer; the job counts as one attached page
+    of its span, released by whoever binds the pages.
     """
 
     pages: np.ndarray
@@ -106,9 +107,9 @@ class SpanStore:
         self.num_quarantined += len(bad)
         for span in sorted(found, key=lambda s: s.header.sequence):
             self._next_id = max(self._next_id, span.span_id + 1)
+            self.used_bytes += span.header.file_bytes
             if self._is_foreign(span.header):
                 self.num_foreign += 1
-                self.used_bytes += span.header.file_bytes
                 span.close()
             else:
                 self._publish(span)
@@ -142,7 +143,6 @@ class SpanStore:
         with self.lock:
             superseded = self._superseded_by(span)
             self.spans[span.span_id] = span
-            self.used_bytes += span.header.file_bytes
             for ordinal, key in enumerate(span.keys[: self._num_servable(span.header)]):
                 self.places.setdefault(key, []).append((span, ordinal))
             for old in superseded:
@@ -163,25 +163,30 @@ class SpanStore:
 
     def _retire(self, span: SpanFile) -> None:
         """Forget a span and unlink its file; attached pages read on through its open descriptor."""
+        self._forget(span)
+        try:
+            span.unlink()
+        finally:
+            self.release(span, 0)
+
+    def _forget(self, span: SpanFile) -> None:
         del self.spans[span.span_id]
-        self.used_bytes -= span.header.file_bytes
+        span.retired = True
         for key in span.keys:
             left = [place for place in self.places.get(key, []) if place[0] is not span]
             if left:
                 self.places[key] = left
             else:
                 self.places.pop(key, None)
-        span.unlink()
-        span.retired = True
-        self.release(span, 0)
 
     def release(self, span: SpanFile, count: int) -> None:
-        """Take ``count`` attached pages off a span; a retired span without any is closed."""
+        """Take ``count`` attached pages off a span; a retired one without any is closed and its space is free."""
         with self.lock:
             span.num_attached -= count
             assert span.num_attached >= 0, (span.span_id, span.num_attached)
-            if span.retired and span.num_attached == 0:
+            if span.retired and span.num_attached == 0 and span.fd >= 0:
                 span.close()
+                self.used_bytes -= span.header.file_bytes
 
     def locate(self, key: bytes) -> tuple[SpanFile, int] | None:
         """Return the newest sound place of a page, or None: a miss."""
@@ -315,11 +320,17 @@ class SpanStore:
 
     def _write(self, job: SealJob) -> SpanFile:
         header = self._header(job)
-        if not job.durable:
-            return write_unlinked_span(self.data_dir, header, job.parts)
         self._reserve(header.file_bytes)
-        span = write_span(self.data_dir, header.sequence, header, job.parts)
-        self._publish(span)
+        if job.durable:
+            span = write_span(self.data_dir, header.sequence, header, job.parts)
+        else:
+            span = write_unlinked_span(self.data_dir, header, job.parts)
+            span.retired = True  # offered to nobody
+        span.num_attached = 1  # the job itself, until its pages are bound
+        with self.lock:
+            self.used_bytes += header.file_bytes
+        if job.durable:
+            self._publish(span)
         return span
 
     def _reserve(self, num_bytes: int) -> None:
