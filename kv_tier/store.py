@@ -147,17 +147,13 @@ class TieredStore:
         self.table.reset(pages)
 
     def _detach(self, pages: np.ndarray) -> None:
-        ids, counts = np.unique(self.table.span_of[pages], return_counts=True)
-        for span_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
-            if span_id != NOWHERE:
-                self._release_span(span_id, count)
+        handles, counts = np.unique(self.table.span_of[pages], return_counts=True)
         self.table.span_of[pages] = NOWHERE
-
-    def _release_span(self, span_handle: int, count: int) -> None:
-        span = self.span_files[span_handle]
-        self.spans.release(span, count)
-        if span.num_attached == 0:
-            del self.span_files[span_handle]
+        for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
+            if handle != NOWHERE:
+                self.spans.release(self.span_files[handle], count)
+                if not (self.table.span_of == handle).any():
+                    del self.span_files[handle]
 
     def _bind(self, pages: np.ndarray, span: SpanFile, ordinals: np.ndarray) -> None:
         """Let pages point into a span; an earlier binding is given up."""
@@ -319,10 +315,9 @@ class TieredStore:
                 continue
             alive = self.table.life[job.pages] == job.lives
             pages = job.pages[alive]
-            if len(pages) == 0 and not job.durable:
-                job.span.close()
-                continue
-            self._bind(pages, job.span, np.flatnonzero(alive))
+            if len(pages):
+                self._bind(pages, job.span, np.flatnonzero(alive))
+            self.spans.release(job.span, 1)  # the job's own hold
             self.counters.pages_sealed += len(pages)
 
     def attach(self, pages: np.ndarray, keys: Sequence[bytes]) -> bool:
@@ -492,15 +487,19 @@ class TieredStore:
         handles, counts = np.unique(self.table.span_of[self.table.span_of != NOWHERE], return_counts=True)
         assert set(handles.tolist()) == set(self.span_files), "attached spans and page table disagree"
         for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
-            assert self.span_files[handle].num_attached == count
+            held = self.span_files[handle].num_attached - count
+            assert held == 0 or (held == 1 and self.spans.num_outstanding), (handle, held)
         for state in self._requests.values():
             if state.window is not None:
                 state.window.check_integrity()
 
     def close(self) -> None:
-        self.collect_sealed(wait_s=60.0)
-        self.spans.close()
+        """Let the writer finish and close every file."""
         self.readers.shutdown()
+        self.spans.close()
+        self.collect_sealed()
+        for span in self.span_files.values():
+            span.close()
 
 
 @dataclass(frozen=True)
