@@ -13,7 +13,14 @@ import numpy as np
 from kv_tier.geometry import DTYPES, Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CapacityError, KVDriveError
-from kv_tier.meta.span_file import SpanFile, SpanParts, scan_spans, write_span, write_unlinked_span
+from kv_tier.meta.span_file import (
+    SpanFile,
+    SpanParts,
+    quarantine_span,
+    scan_spans,
+    write_span,
+    write_unlinked_span,
+)
 from kv_tier.meta.span_format import NO_SELECTION, Shape, SpanHeader
 
 logger = logging.getLogger(__name__)
@@ -232,12 +239,16 @@ class SpanStore:
             self.num_quarantined += len(new)
         return len(new)
 
-    def quarantine(self, span: SpanFile) -> None:
-        """Take a whole span out of service: its index or header did not match its checksums."""
+    def quarantine(self, span: SpanFile, reason: str) -> None:
+        """Take a whole span out of service and set its file aside: its index did not match its checksums."""
         with self.lock:
-            if span.span_id in self.spans:
-                self.num_quarantined += 1
-                self._retire(span)
+            if span.span_id not in self.spans:
+                return
+            self.num_quarantined += 1
+            self._forget(span)
+            moved = quarantine_span(self.data_dir, span, reason)
+            self.release(span, 0)
+        logger.error("span %d is in quarantine, its pages are recomputed: %s", span.span_id, moved.reason)
 
     def drop(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """Delete the spans all of whose pages are in ``keys``; returns (spans, bytes)."""
