@@ -339,8 +339,7 @@ class TieredStore:
             try:
                 indexes.append(span.read_means())
             except (CorruptExtentError, ExtentIoError) as error:
-                logger.error("span %d is quarantined, its pages are recomputed: %s", span.span_id, error)
-                self.spans.quarantine(span)
+                self.spans.quarantine(span, str(error))
                 for held, held_pages, _ in groups.values():
                     self.spans.release(held, len(held_pages))
                 return False
