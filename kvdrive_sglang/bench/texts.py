@@ -62,7 +62,9 @@ def prompts(tokenizer: Tokenizer, lengths: Sequence[int]) -> list[list[int]]:
     return cut
 
 
-def continued_texts(tokenizer: Tokenizer, prompt_tokens: int, forced_tokens: int) -> dict[str, tuple[list[int], list[int]]]:
+def continued_texts(
+    tokenizer: Tokenizer, prompt_tokens: int, forced_tokens: int
+) -> dict[str, tuple[list[int], list[int]]]:
     """Return texts with their true continuation, for teacher forcing.
 
     "copy" is the one that tells selections apart: its last passage repeats one from ``COPY_BACK_TOKENS`` back, and
