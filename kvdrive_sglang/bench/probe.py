@@ -1,7 +1,6 @@
-"""SGLang's server with a probe in its scheduler: times attention, forces tokens, keeps logits and digests.
+"""A probe in SGLang's scheduler process: times attention, forces tokens, keeps logits and digests.
 
-Run as ``python -m kvdrive_sglang.bench.probe <flags of SGLang's server>`` with ``KVDRIVE_PROBE_DIR`` naming a
-directory that the benchmark shares with the scheduler:
+``probe_server.py`` starts it. ``KVDRIVE_PROBE_DIR`` names a directory that the benchmark shares with the scheduler:
 
     <rid>.json      what to do for a request (``Wish``), written before it is sent
     store.json      KVDrive settings that the store is rebuilt with at the next flush of the cache
@@ -14,10 +13,8 @@ A request id that has no file is left alone but for the line in ``steps.jsonl``.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,7 +144,9 @@ class Probe:
 
     # ---- another store, same engine ---------------------------------------------------------------------------
 
-    def watch_linker(self, linker: Any) -> None:
+    def linked(self, original: Callable[..., None], linker: Any, *args: Any, **kwargs: Any) -> None:
+        """Stand around ``KVDriveLinker.__init__``: remember the linker."""
+        original(linker, *args, **kwargs)
         self._linker = linker
 
     def flushed(self, original: Callable[[Any], None], allocator: Any) -> None:
@@ -183,32 +182,21 @@ def _bytes_dtype() -> Any:
 
 
 def install(directory: Path) -> Probe:
-    """Put a probe into this process; call before the scheduler loads its model."""
-    from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from kvdrive_sglang.linker import KVDriveLinker
-    from kvdrive_sglang.pool import KVDriveAllocator
+    """Put a probe into this process; call after SGLang's plugins and before its scheduler."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     probe = Probe(directory)
     for name in ("torch_native", "kvdrive", DENSE_BACKEND):
-        create = attention_registry.ATTENTION_BACKENDS[name]
-        attention_registry.ATTENTION_BACKENDS[name] = lambda runner, create=create: probe.watch_backend(
-            create(runner)
-        )
-    sample, clear, start = ModelRunner.sample, KVDriveAllocator.clear, KVDriveLinker.__init__
-
-    def init(linker: Any, *args: Any, **kwargs: Any) -> None:
-        start(linker, *args, **kwargs)
-        probe.watch_linker(linker)
-
-    replacements: list[tuple[type, str, Callable[..., Any]]] = [
-        (ModelRunner, "sample", lambda runner, logits, batch: probe.sampled(sample, runner, logits, batch)),
-        (KVDriveAllocator, "clear", lambda allocator: probe.flushed(clear, allocator)),
-        (KVDriveLinker, "__init__", init),
-    ]
-    for owner, name, method in replacements:
-        setattr(owner, name, method)
+        create = ATTENTION_BACKENDS[name]
+        ATTENTION_BACKENDS[name] = lambda runner, create=create: probe.watch_backend(create(runner))
+    for target, hook in (
+        ("sglang.srt.model_executor.model_runner.ModelRunner.sample", probe.sampled),
+        ("kvdrive_sglang.pool.KVDriveAllocator.clear", probe.flushed),
+        ("kvdrive_sglang.linker.KVDriveLinker.__init__", probe.linked),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
     return probe
 
 
@@ -232,26 +220,3 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     register_dense()
     install(Path(os.environ[PROBE_DIR_ENV]))
     run_scheduler_process(*args, **kwargs)
-
-
-def main() -> None:
-    """Run SGLang's HTTP server on the flags of the command line."""
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    # spawned processes find the function by its module's name, which is not the name this module runs under
-    probe = importlib.import_module("kvdrive_sglang.bench.probe")
-    load_plugins()
-    register_dense()
-    server_args = prepare_server_args(sys.argv[1:])
-    server_args.resolve_once()
-    try:
-        launch_server(server_args, run_scheduler_process_func=probe.run_scheduler)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,191 @@
+"""kvdrive bench decode: what a token costs at 1K, 4K and 7.5K tokens, and how true sparse attention stays.
+
+Three engines live side by side and take turns: SGLang's ``torch_native`` backend, ``dense`` (the best dense formulation
+in plain torch that we found, ``dense_backend.py``) and ``sparse`` (ours: budget 1024, window cache x2, frames for all of
+the KV). All three run the same server with the same flags; the engines that wait sleep.
+
+First fidelity, then time. Texts of 7,040 tokens with their true continuation of 64 forced tokens, one of them a passage
+copied from 6,000 tokens back, give the logits of every decode step: agreement is how often the most likely token is that
+of ``torch_native``, KL the mean divergence from it in nats. The dense backend must agree as a dense one should, or nothing
+is timed. ms_per_token is the median time between two tokens at a streaming client; attention_us, per layer, is planning
+and attention (write, select, fetch and attend) inside the scheduler, the median over the same steps.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvdrive_sglang.bench.engines import (
+    BenchEngine,
+    BenchFailed,
+    Progress,
+    Request,
+    median,
+    model_path,
+    scratch,
+    start_dense,
+    start_kvdrive,
+    start_reference,
+)
+from kvdrive_sglang.bench.report import BenchResult
+from kvdrive_sglang.bench.texts import ModelTokenizer, continued_texts, prompts
+
+NAME = "decode"
+SUMMARY_KEYS = (
+    "native_over_sparse",
+    "dense_over_sparse",
+    "attention_native_over_sparse",
+    "growth_1k_7k5",
+    "agreement",
+    "kl",
+)
+
+CONTEXTS = {"1K": 1000, "4K": 4000, "7.5K": 7500}
+LONGEST = "7.5K"
+BUDGET_TOKENS = 1024
+WINDOW_MULTIPLE = 2
+ROUND_TOKENS = 32
+SKIPPED_TOKENS = 4  # the first steps of a round fill the window cache
+ROUNDS = 3
+TEXT_TOKENS = 7040
+FORCED_TOKENS = 64
+COPY = "copy"
+DENSE_KL_LIMIT = 0.02  # bf16 rounding moves dense attention by less
+
+
+def run(full: bool, progress: Progress) -> BenchResult:
+    """Measure; ``full`` takes twice the rounds and checks the dense backend on every text."""
+    model = model_path()
+    tokenizer = ModelTokenizer(model)
+    with scratch() as root, ExitStack() as stack:
+        engines = {}
+        for name, start in STARTS.items():
+            progress(f"starting {name}")
+            engines[name] = stack.enter_context(start(model, root / name)).wait_ready()
+        fidelity = measure_fidelity(engines, tokenizer, full, progress)
+        rounds = 2 * ROUNDS if full else ROUNDS
+        timing = measure_time(engines, prompts(tokenizer, list(CONTEXTS.values())), rounds, progress)
+    return BenchResult(NAME, timing + fidelity, summary_of(timing, fidelity))
+
+
+def start_sparse(model: Path, root: Path) -> BenchEngine:
+    return start_kvdrive(
+        model, root, probed=True, budget_tokens=BUDGET_TOKENS, window_multiple=WINDOW_MULTIPLE
+    )
+
+
+STARTS = {
+    "torch_native": lambda model, root: start_reference(model, root, probed=True),
+    "dense": start_dense,
+    "sparse": start_sparse,
+}
+
+
+def summary_of(timing: list[dict[str, Any]], fidelity: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the ratios at the longest context, the growth of sparse attention, and its mean fidelity."""
+    at = {(row["context"], row["backend"]): row for row in timing}
+    native, dense, sparse = (at[LONGEST, backend] for backend in STARTS)
+    ours = [row for row in fidelity if row["backend"] == "sparse"]
+    copy = next(row for row in ours if row["text"] == COPY)
+    return {
+        "native_over_sparse": native["ms_per_token"] / sparse["ms_per_token"],
+        "dense_over_sparse": dense["ms_per_token"] / sparse["ms_per_token"],
+        "attention_native_over_sparse": native["attention_us"] / sparse["attention_us"],
+        "attention_dense_over_sparse": dense["attention_us"] / sparse["attention_us"],
+        "growth_1k_7k5": sparse["ms_per_token"] / at["1K", "sparse"]["ms_per_token"],
+        "agreement": float(np.mean([row["agreement"] for row in ours])),
+        "kl": float(np.mean([row["kl"] for row in ours])),
+        "agreement_copy": copy["agreement"],
+        "kl_copy": copy["kl"],
+    }
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------
+
+
+def measure_time(
+    engines: dict[str, BenchEngine], texts: list[list[int]], rounds: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Decode ``ROUND_TOKENS`` per engine and round, the engines in turn; the prompt is prefilled in the first round."""
+    rows = []
+    for context, text in zip(CONTEXTS, texts, strict=True):
+        gaps: dict[str, list[float]] = {name: [] for name in engines}
+        attention: dict[str, list[float]] = {name: [] for name in engines}
+        for number in range(rounds):
+            for name, engine in engines.items():
+                progress(f"{context}: {name}, round {number + 1} of {rounds}")
+                engine.new_steps()
+                answer = engine.ask(Request(text, ROUND_TOKENS))
+                arrivals = answer.arrivals[SKIPPED_TOKENS:]
+                gaps[name] += [b - a for a, b in pairwise(arrivals)]
+                steps = [step for step in engine.new_steps() if step.decode and answer.rid in step.rids]
+                attention[name] += [step.attention_us for step in steps[SKIPPED_TOKENS:]]
+        rows += [
+            {
+                "context": context,
+                "backend": name,
+                "ms_per_token": median(gaps[name]) * 1e3,
+                "attention_us": median(attention[name]),
+            }
+            for name in engines
+        ]
+    return rows
+
+
+# ---- fidelity -----------------------------------------------------------------------------------------------------
+
+
+def measure_fidelity(
+    engines: dict[str, BenchEngine], tokenizer: ModelTokenizer, full: bool, progress: Progress
+) -> list[dict[str, Any]]:
+    """Compare every decode step's logits with those of ``torch_native`` under the same forced tokens.
+
+    Raises:
+        BenchFailed: the dense backend is further from it than rounding explains.
+    """
+    rows = []
+    for text, (prompt, forced) in continued_texts(tokenizer, TEXT_TOKENS, FORCED_TOKENS).items():
+        names = [name for name in engines if name != "dense" or full or text == COPY]
+        logits = {}
+        for name in names:
+            progress(f"fidelity on {text}: {name}")
+            logits[name] = forced_logits(engines[name], prompt, forced)
+        for name in names[1:]:
+            agreement, kl = compare(logits["torch_native"], logits[name])
+            rows.append({"text": text, "backend": name, "agreement": agreement, "kl": kl})
+            if name == "dense" and kl > DENSE_KL_LIMIT:
+                raise BenchFailed(
+                    f"the dense backend is {kl:.3f} nats from torch_native on {text}: it is wrong"
+                )
+    return rows
+
+
+def forced_logits(engine: BenchEngine, prompt: list[int], forced: list[int]) -> np.ndarray:
+    """Return [step, vocabulary] float32 of the decode steps that follow ``prompt`` and all but the last forced token."""
+    engine.new_steps()
+    answer = engine.ask(Request(prompt, len(forced), wish={"forced": forced, "logits": True}))
+    if answer.tokens != forced:
+        raise BenchFailed(f"the engine answered {answer.tokens[:8]}..., forced were {forced[:8]}...")
+    return engine.logits(answer, len(prompt), engine.new_steps())[1:]
+
+
+def compare(reference: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Return how often the most likely token agrees, and the mean KL of ``other`` from ``reference`` in nats."""
+    agreement = float(np.mean(reference.argmax(-1) == other.argmax(-1)))
+    return agreement, float(np.mean([divergence(a, b) for a, b in zip(reference, other, strict=True)]))
+
+
+def divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """Return KL(reference || other) of two [vocabulary] logit vectors in nats."""
+    log_p, log_q = log_softmax(reference), log_softmax(other)
+    return float(np.sum(np.exp(log_p) * (log_p - log_q)))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
