@@ -82,6 +82,15 @@ def show(value: Any) -> str:
     return str(value)
 
 
+def show_bytes(num_bytes: float) -> str:
+    """Print a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
 def rows_table(result: BenchResult) -> Table:
     """Lay out the rows; columns of numbers are set right."""
     table = Table(title=f"kvdrive bench {result.bench}")

@@ -17,13 +17,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kv_tier.meta.errors import KVDriveError
-from kvdrive_sglang.bench.report import show
+from kvdrive_sglang.bench.report import show, show_bytes
 from kvdrive_sglang.cli.engine_command import cache_dir, require_sglang
 from kvdrive_sglang.config import parse_config
 from kvdrive_sglang.demo_text import DemoText, demo_text
@@ -109,7 +110,7 @@ def play(stack: Stack, screen: Screen) -> list[Row]:
 def _scenes(stack: Stack, screen: Screen, client: Client, other: Client, text: DemoText) -> list[Row]:
     with screen.during(f"ingesting {text.num_tokens:,} tokens"):
         document = client.create_document(text.text, title="licences")
-    rows = [Row("prefill of the text", document.usage)]
+    rows = [Row("prefill", document.usage)]
     session = client.create_session(document_id=document.document.session_id, title="demo").session_id
     for name, question in zip(("first turn", "warm turn"), QUESTIONS, strict=True):
         rows.append(screen.ask(name, question, lambda asked: client.chat(session, asked, **screen.sampling)))
@@ -141,7 +142,7 @@ def _scenes(stack: Stack, screen: Screen, client: Client, other: Client, text: D
     screen.say("for comparison, another tenant sends the same prompt and shares nothing")
     rows.append(
         screen.ask(
-            "re-prefill of its prompt",
+            "re-prefill",
             LAST_QUESTION,
             lambda _: other.generate(stranger, token_ids=prompt, **screen.sampling),
         )
@@ -177,21 +178,22 @@ def drop_page_cache(spans: Path) -> None:
 
 def costs(rows: list[Row]) -> Table:
     """Lay out what each request's prompt cost."""
-    table = Table(title="Where the KV of each prompt came from, in tokens")
-    table.add_column("request")
-    for column in ("prompt", "first token", "device", "DRAM", "SSD", "computed", "bytes read"):
-        table.add_column(column, justify="right")
+    table = Table(title="Where the KV of each prompt came from, in tokens", box=SIMPLE_HEAD)
+    table.add_column("request", no_wrap=True)
+    for column in ("prompt", "device", "DRAM", "SSD", "computed", "read", "first token"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         usage = row.usage
         counts = (
+            usage.prompt_tokens,
             usage.restored_device_tokens,
             usage.restored_dram_tokens,
             usage.restored_ssd_tokens,
             usage.computed_tokens,
-            usage.read_bytes,
         )
-        figures = (show(usage.prompt_tokens), f"{usage.ttft_ms / 1e3:.2f} s", *map(show, counts))
-        table.add_row(row.name, *figures)
+        table.add_row(
+            row.name, *map(show, counts), show_bytes(usage.read_bytes), f"{usage.ttft_ms / 1e3:.2f} s"
+        )
     return table
 
 

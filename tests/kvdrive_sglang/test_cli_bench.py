@@ -95,6 +95,11 @@ def test_values_for_people() -> None:
     assert shown == ["", "yes", "12,345", "0.0001235", "12,346", "x"]
 
 
+def test_bytes_for_people() -> None:
+    shown = [report.show_bytes(number) for number in (0, 1023, 1024, 5 << 30, 3 << 40)]
+    assert shown == ["0 B", "1023 B", "1.0 KiB", "5.0 GiB", "3.0 TiB"]
+
+
 def test_columns_come_in_order_of_first_appearance() -> None:
     assert report.columns_of(RESULT.rows) == ["backend", "ms", "tokens", "equal"]
     assert report.columns_of([]) == []

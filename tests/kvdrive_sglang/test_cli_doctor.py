@@ -190,8 +190,3 @@ def test_a_wrong_check_shows_and_ends_with_one(monkeypatch: pytest.MonkeyPatch) 
     shown = kvdrive()
     assert shown.exit_code == 1
     assert "broken [now]" in shown.output and "wrong" in shown.output
-
-
-def test_sizes_for_people() -> None:
-    sizes = [program._size(number) for number in (0, 1023, 1024, 5 << 30, 3 << 40)]
-    assert sizes == ["0 B", "1023 B", "1.0 KiB", "5.0 GiB", "3.0 TiB"]
