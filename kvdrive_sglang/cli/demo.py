@@ -178,9 +178,14 @@ def drop_page_cache(spans: Path) -> None:
 
 def costs(rows: list[Row]) -> Table:
     """Lay out what each request's prompt cost."""
-    table = Table(title="Where the KV of each prompt came from, in tokens", box=SIMPLE_HEAD)
+    table = Table(
+        title="Where the KV of each prompt came from, in tokens, and time to first token",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     table.add_column("request", no_wrap=True)
-    for column in ("prompt", "device", "DRAM", "SSD", "computed", "read", "first token"):
+    for column in ("prompt", "device", "DRAM", "SSD", "computed", "read", "TTFT"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         usage = row.usage
@@ -334,8 +339,12 @@ class Stack:
         """Start an engine on the same data directory and port."""
         config = parse_config({"data_dir": str(self.data_dir), "http_port": self.port})
         arguments = server_arguments(config, str(self.model), log_level="warning")
+        scratch = self.root / "tmp"  # a killed engine leaves temporary files behind
+        scratch.mkdir(exist_ok=True)
         with self.signals.hold():
-            self.engine = EngineProcess(arguments, port=self.port, log_path=self.root / "engine.log")
+            self.engine = EngineProcess(
+                arguments, port=self.port, log_path=self.root / "engine.log", env={"TMPDIR": str(scratch)}
+            )
         self.engine.wait_ready(START_TIMEOUT_S)
 
     def kill_engine(self) -> int:

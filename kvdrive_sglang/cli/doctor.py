@@ -154,9 +154,13 @@ def check_torch() -> Check:
     except (ImportError, OSError) as error:
         return Check("torch", State.FAIL, f"cannot be imported: {error}: install it again")
     if torch.cuda.is_available():
-        where = f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name(0)}"
-    else:
-        where = f"no CUDA: the engine runs on the CPU platform, {torch.get_num_threads()} threads"
+        found = f"{torch.__version__}; CUDA {torch.version.cuda}, {torch.cuda.get_device_name(0)}"
+        return Check(
+            "torch",
+            State.WARN,
+            f"{found}: the engine has no CUDA pool yet, start it with CUDA_VISIBLE_DEVICES=",
+        )
+    where = f"no CUDA: the engine runs on the CPU platform, {torch.get_num_threads()} threads"
     return Check("torch", State.OK, f"{torch.__version__}; {where}")
 
 

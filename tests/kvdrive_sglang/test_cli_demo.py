@@ -87,6 +87,7 @@ def test_table_shows_where_tokens_came_from() -> None:
     console = Console(width=80)
     with console.capture() as captured:
         console.print(costs(rows_with(computed=30)))
+    assert "…" not in captured.get() and "re-prefill" in captured.get()
     assert "7,070" in captured.get() and "0.50 s" in captured.get() and "1.0 MiB" in captured.get()
 
 

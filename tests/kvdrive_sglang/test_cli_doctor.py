@@ -168,6 +168,16 @@ def test_versions_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program.check_sglang().state is State.WARN
 
 
+def test_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert program.check_torch().state is State.OK and "CPU platform" in program.check_torch().detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some GPU")
+    assert program.check_torch().state is State.WARN and "some GPU" in program.check_torch().detail
+
+
 def test_redis_that_does_not_answer_is_wrong_and_its_password_is_not_shown() -> None:
     check = program.check_redis(f"redis://user:secret@127.0.0.1:{free_port()}/0")
     assert check.state is State.FAIL
