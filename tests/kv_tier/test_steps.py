@@ -191,6 +191,19 @@ def test_pages_written_by_prefill_are_exact(new_engine: EngineFactory) -> None:
     assert all(exact_pages(engine, session.pages))
 
 
+@pytest.mark.parametrize("sparse_tokens", [1, 3, 7])
+def test_exact_attention_over_approximate_pages_stays_approximate(
+    new_engine: EngineFactory, sparse_tokens: int
+) -> None:
+    """Whether sparse decode ended inside a page or at its end."""
+    engine = new_engine(budget_pages=6)
+    session = engine.start(make_script(90))
+    engine.prefill(session, 41)
+    engine.generate(session, sparse_tokens)
+    engine.prefill(session, 60)
+    assert exact_pages(engine, session.pages) == [True] * 10 + [False] * 5
+
+
 def test_sparse_decode_makes_its_pages_approximate_and_all_after_them(new_engine: EngineFactory) -> None:
     engine = new_engine(budget_pages=6)
     session = engine.start(make_script(90))

@@ -32,7 +32,15 @@ class History:
         self.known = known
 
     def run(self) -> None:
-        weights = {"extend": 6, "decode": 6, "seal": 3, "resume": 3, "start": 2, "evict": 2, "settle": 2}
+        weights: dict[str, float] = {
+            "extend": 6,
+            "decode": 6,
+            "seal": 3,
+            "resume": 3,
+            "start": 2,
+            "evict": 2,
+            "settle": 2,
+        }
         weights |= {"end": 1, "spill": 1, "drop": 0.5, "clear": 0.1}
         for name in self.chance.choices([*weights], [*weights.values()], k=NUM_STEPS):
             getattr(self, name)()
