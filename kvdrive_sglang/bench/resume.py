@@ -3,7 +3,8 @@
 One session is prefilled and answered once, and its pages are sealed. Then, for 20 further tokens, the time to the first
 token at a streaming client:
 
-- warm: the engine never stopped;
+- warm: the engine never stopped; once more in each restarted engine, after its resumed turn, so that both are timed
+  side by side;
 - resumed: the engine was killed by SIGKILL and started again, has answered one unrelated request, and the page cache was
   dropped where that is permitted;
 - re-prefill: the same prompt under another cache salt, and on an engine with SGLang's ``torch_native`` backend.
@@ -87,7 +88,7 @@ def run(full: bool, progress: Progress) -> BenchResult:
     with scratch() as root:
         bench = ResumeBench(model, root, progress, warm_ups)
         history, warm, reprefill = bench.never_stopped(session, turns)
-        resumed, raw, how = bench.restarted(history, turns)
+        resumed, raw, how = bench.restarted(history, turns, warm)
         native = bench.native(history, turns)
     return result_of(warm, resumed, reprefill, native, raw, how)
 
@@ -102,7 +103,7 @@ def result_of(
 ) -> BenchResult:
     """Put the repeats into rows and their medians into the summary."""
     rows: list[dict[str, Any]] = []
-    for i, (w, r) in enumerate(zip(warm, resumed, strict=True)):
+    for i, (w, r) in enumerate(zip(warm, resumed, strict=False)):
         rows.append(
             {
                 "repeat": i + 1,
@@ -187,8 +188,10 @@ class ResumeBench:
             engine.kill()
         return history, warm, reprefill
 
-    def restarted(self, history: list[int], turns: list[list[int]]) -> tuple[list[Turn], list[float], str]:
-        """Start, take one turn, read the files raw, kill; as often as there are turns."""
+    def restarted(
+        self, history: list[int], turns: list[list[int]], warm: list[Turn]
+    ) -> tuple[list[Turn], list[float], str]:
+        """Start, take one turn, read the files raw, kill; as often as there are turns. Adds to ``warm``."""
         resumed, raw, how = [], [], ""
         for number, turn in enumerate(turns):
             engine = self._start(f"our engine again, {number + 1} of {len(turns)}", start_kvdrive)
@@ -197,6 +200,7 @@ class ResumeBench:
                 spans = span_files(self.root)
                 how = drop_page_cache(spans)
                 resumed.append(take_turn(engine, history + turn))
+                warm.append(take_turn(engine, history + turns[number - 1]))
                 raw.append(self._raw_read_s(spans, resumed[-1].bytes_read))
             finally:
                 engine.kill()

@@ -42,7 +42,9 @@ def test_sgl_function_gen_fork_select(engine: Engine) -> None:
         s += sgl.gen("country", max_tokens=4, temperature=0)
         branches = s.fork(2)
         for number in range(len(branches)):
-            branches[number] += f" Fact {number + 1}:" + sgl.gen("fact", max_tokens=6, temperature=0)
+            branch = branches[number]
+            branch += f" Fact {number + 1}:"
+            branch += sgl.gen("fact", max_tokens=6, temperature=0)
         s += " Is it in Europe? Answer:" + sgl.select("answer", choices=[" yes", " no"])
         s.set_var("facts", [branch["fact"] for branch in branches])
 
