@@ -40,13 +40,11 @@ def test_sgl_function_gen_fork_select(engine: Engine) -> None:
     def program(s, city):  # type: ignore[no-untyped-def]
         s += f"{city} is a city in the country of"
         s += sgl.gen("country", max_tokens=4, temperature=0)
-        branches = s.fork(2)
-        for number in range(len(branches)):
-            branch = branches[number]
-            branch += f" Fact {number + 1}:"
-            branch += sgl.gen("fact", max_tokens=6, temperature=0)
+        first, second = s.fork(2)
+        first += " The first fact:" + sgl.gen("fact", max_tokens=6, temperature=0)
+        second += " The second fact:" + sgl.gen("fact", max_tokens=6, temperature=0)
         s += " Is it in Europe? Answer:" + sgl.select("answer", choices=[" yes", " no"])
-        s.set_var("facts", [branch["fact"] for branch in branches])
+        s.set_var("facts", [first["fact"], second["fact"]])
 
     state = program.run(city="Paris", backend=sgl.RuntimeEndpoint(engine.url))
     assert "France" in state["country"]
