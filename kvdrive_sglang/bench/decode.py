@@ -49,6 +49,7 @@ CONTEXTS = {"1K": 1000, "4K": 4000, "7.5K": 7500}
 LONGEST = "7.5K"
 BUDGET_TOKENS = 1024
 WINDOW_MULTIPLE = 2
+DRAM_BYTES = 512 << 20  # 20,000 tokens: more than any one prompt, and three engines fit into 16 GB
 ROUND_TOKENS = 32
 SKIPPED_TOKENS = 4  # the first steps of a round fill the window cache
 ROUNDS = 3
@@ -116,6 +117,8 @@ def measure_time(
     for context, text in zip(CONTEXTS, texts, strict=True):
         gaps: dict[str, list[float]] = {name: [] for name in engines}
         attention: dict[str, list[float]] = {name: [] for name in engines}
+        for engine in engines.values():
+            engine.flush()
         for number in range(rounds):
             for name, engine in engines.items():
                 progress(f"{context}: {name}, round {number + 1} of {rounds}")
@@ -167,6 +170,7 @@ def measure_fidelity(
 
 def forced_logits(engine: BenchEngine, prompt: list[int], forced: list[int]) -> np.ndarray:
     """Return [step, vocabulary] float32 of the decode steps that follow ``prompt`` and all but the last forced token."""
+    engine.flush()
     engine.new_steps()
     answer = engine.ask(Request(prompt, len(forced), wish={"forced": forced, "logits": True}))
     if answer.tokens != forced:

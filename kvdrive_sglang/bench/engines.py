@@ -29,7 +29,7 @@ from kvdrive_sglang.launch import server_arguments
 from kvdrive_sglang.packaged_model import ensure_model
 
 PROBE_MODULE = "kvdrive_sglang.bench.probe_server"
-REFERENCE_TOKENS = 40_000  # KV capacity of the engines that are compared with
+REFERENCE_TOKENS = 24_000  # KV capacity of the engines that are compared with
 
 Progress = Callable[[str], None]
 
