@@ -74,10 +74,11 @@ def score_pages(
     """
     indexed = means.shape[1]
     assert first_local <= indexed <= num_pages, (first_local, indexed, num_pages)
-    scores = torch.full((means.shape[0], num_pages), float("inf"))
-    scores[:, budget.num_sink_pages : first_local] = dispatch.page_score(query, means, scale)[
-        :, budget.num_sink_pages : first_local
-    ]
+    scores = dispatch.page_score(query, means, scale)
+    scores[:, : budget.num_sink_pages] = float("inf")
+    scores[:, first_local:] = float("inf")
+    if indexed < num_pages:
+        scores = torch.nn.functional.pad(scores, (0, num_pages - indexed), value=float("inf"))
     return scores
 
 

@@ -370,14 +370,17 @@ class DecodeStep:
         """Write the new token into the resident copy of the page it extends; an absent copy is fetched whole."""
         if offset == 0:
             return
-        slots = window.slot_of[layer, :, ordinal]
-        heads = (slots >= 0).nonzero().view(-1)
-        if heads.numel() == 0:
+        slots = window.slot_of[layer].numpy()[:, ordinal]
+        heads = np.flatnonzero(slots >= 0)
+        if len(heads) == 0:
             return
         size = window.k.shape[-1] // k_new.shape[-1]
-        at = (heads * window.num_slots + slots[heads]) * size + offset
-        window.k_tokens[layer].index_copy_(0, at, k_new[heads])
-        window.v_tokens[layer].index_copy_(0, at, v_new[heads])
+        at = torch.from_numpy((heads * window.num_slots + slots[heads]) * size + offset)
+        if len(heads) < len(slots):
+            index = torch.from_numpy(heads)
+            k_new, v_new = k_new[index], v_new[index]
+        window.k_tokens[layer].index_copy_(0, at, k_new)
+        window.v_tokens[layer].index_copy_(0, at, v_new)
 
     def _finish(self) -> None:
         store = self.store

@@ -403,13 +403,14 @@ class TieredStore:
             state: who needs them; it is failed if a page is lost.
             k_out, v_out: [miss, page_size * head_dim], filled in order.
         """
-        frames = self.table.frame_of[pages]
-        rows = (heads * self.frames.num_frames + frames).clamp_(min=0)
+        which, where = heads.numpy(), pages.numpy()
+        frames = self.table.frames[where]
+        rows = torch.from_numpy(which * self.frames.num_frames + np.maximum(frames, DUMMY_FRAME))
         torch.index_select(self.frames.k_rows[layer], 0, rows, out=k_out)
         torch.index_select(self.frames.v_rows[layer], 0, rows, out=v_out)
-        away = (frames < 0).nonzero().view(-1)
-        if away.numel():
-            self._read_spans(layer, heads[away].numpy(), pages[away].numpy(), state, k_out, v_out, away)
+        if frames.min() < 0:
+            away = np.flatnonzero(frames < 0)
+            self._read_spans(layer, which[away], where[away], state, k_out, v_out, torch.from_numpy(away))
 
     def _read_spans(
         self,

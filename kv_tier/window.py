@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kv_tier.geometry import Geometry
 
 ABSENT = -1
+NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 class WindowCache:
@@ -30,6 +32,7 @@ class WindowCache:
         self.slot_of = torch.full((layers, heads, max_pages + 1), ABSENT, dtype=torch.int64)
         self.page_of = torch.full((layers, heads, num_slots), ABSENT, dtype=torch.int64)
         self.head_base = (torch.arange(heads) * num_slots)[:, None]
+        self._heads = np.arange(heads)[:, None]
         self.num_hits = 0
         self.num_misses = 0
 
@@ -71,33 +74,41 @@ class WindowCache:
         Returns:
             (heads, ordinals, rows), each [miss] int64: what to fetch, and the row of ``k[layer]`` it goes to.
         """
-        absent = slots < 0
-        heads, places = absent.nonzero(as_tuple=True)
-        ordinals = selected[heads, places]
-        num_missing = heads.numel()
-        self.num_misses += num_missing
-        self.num_hits += slots.numel() - num_missing
-        if num_missing == 0:
-            return heads, ordinals, ordinals
-        page_of, slot_of = self.page_of[layer], self.slot_of[layer]
-        if scores is None:
-            value = torch.zeros(self.num_heads, slot_of.shape[1])
-        else:
-            value = torch.nn.functional.pad(
-                scores, (0, slot_of.shape[1] - scores.shape[1]), value=float("-inf")
-            )
-        value = value.scatter(1, selected, float("inf"))
-        value[:, -1] = float("-inf")  # what ABSENT (-1) indexes: an empty slot
-        resident = value.gather(1, page_of.remainder(slot_of.shape[1]))
-        counts = absent.sum(1)
-        victims = resident.topk(int(counts.max()), largest=False, sorted=True).indices
-        rank = absent.cumsum(1)[heads, places] - 1
-        slot = victims[heads, rank]
-        slot_of[heads, page_of[heads, slot]] = ABSENT
+        held = slots.numpy()
+        if held.min() >= 0:
+            self.num_hits += held.size
+            return NOTHING, NOTHING, NOTHING
+        absent = held < 0
+        heads, places = absent.nonzero()
+        ordinals = selected.numpy()[heads, places]
+        self.num_misses += len(heads)
+        self.num_hits += held.size - len(heads)
+        slot = self._victims(layer, held, absent, None if scores is None else scores.numpy())
+        slot = slot[heads, (absent.cumsum(1) - 1)[heads, places]]
+        slot_of, page_of = self.slot_of[layer].numpy(), self.page_of[layer].numpy()
+        slot_of[heads, page_of[heads, slot]] = ABSENT  # ABSENT (-1) itself indexes the scratch column
         slot_of[heads, ordinals] = slot
         page_of[heads, slot] = ordinals
-        slots[heads, places] = slot
-        return heads, ordinals, heads * self.num_slots + slot
+        held[heads, places] = slot
+        rows = heads * self.num_slots + slot
+        return torch.from_numpy(heads), torch.from_numpy(ordinals), torch.from_numpy(rows)
+
+    def _victims(
+        self, layer: int, held: np.ndarray, absent: np.ndarray, scores: np.ndarray | None
+    ) -> np.ndarray:
+        """Return the slots that are given up, [kv_head, most misses of a head], the first to leave first."""
+        page_of = self.page_of[layer].numpy()
+        known = page_of >= 0 if scores is None else (page_of >= 0) & (page_of < scores.shape[1])
+        value = np.where(
+            known, np.float32(0) if scores is None else scores[self._heads, page_of * known], -np.inf
+        )
+        heads, places = np.nonzero(~absent)
+        value[heads, held[heads, places]] = np.inf
+        count = int(absent.sum(1).max())
+        lowest = np.argpartition(value, min(count, self.num_slots - 1), axis=1)[:, :count]
+        order = np.argsort(value[self._heads, lowest], axis=1, kind="stable")
+        victims: np.ndarray = lowest[self._heads, order]
+        return victims
 
     def check_integrity(self) -> None:
         """Assert that both directories agree."""
