@@ -7,8 +7,10 @@ the KV). All three run the same server with the same flags; the engines that wai
 First fidelity, then time. Texts of 7,040 tokens with their true continuation of 64 forced tokens, one of them a passage
 copied from 6,000 tokens back, give the logits of every decode step: agreement is how often the most likely token is that
 of ``torch_native``, KL the mean divergence from it in nats. The dense backend must agree as a dense one should, or nothing
-is timed; its figures are the noise floor of the sparse ones (bf16 attention in another order of sums). ms_per_token is the median time between two tokens at a streaming client; attention_us, per layer, is planning
-and attention (write, select, fetch and attend) inside the scheduler, the median over the same steps.
+is timed; its figures are the noise floor of the sparse ones (bf16 attention, sums in another order).
+
+ms_per_token is the median time between two tokens at a streaming client; attention_us, per layer, is planning and
+attention (write, select, fetch and attend) inside the scheduler, the median over the same steps.
 """
 
 from __future__ import annotations
