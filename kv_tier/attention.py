@@ -12,7 +12,7 @@ TILE_TOKENS = 8192  # positions per tile of exact prefill, at absolute multiples
 
 
 def attend_selected(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend one query token per head over gathered positions.
+    """Attend one query token per head over gathered positions; the group shares its keys, which are read once.
 
     Args:
         query: [kv_head, group, head_dim].
@@ -22,6 +22,31 @@ def attend_selected(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
         [kv_head, group, head_dim] in the query's dtype.
     """
     return scaled_dot_product_attention(query[None], k[None], v[None], scale=scale)[0]
+
+
+def attend_all(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend one query token over everything, one query head at a time: bit for bit what SGLang's own CPU backend
+    computes (``docs/decisions/002-exact-decode.md``).
+
+    Args:
+        query: [kv_head, group, head_dim].
+        k, v: [kv_head, position, head_dim].
+
+    Returns:
+        (out [kv_head, group, head_dim], lse [kv_head, group] float32).
+    """
+    group = query.shape[1]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.transpose(0, 1)[:, :, None].contiguous(),
+        k.expand(group, *k.shape),
+        v.expand(group, *v.shape),
+        0.0,
+        False,
+        scale=scale,
+    )
+    return out[:, :, 0].transpose(0, 1), lse[:, :, 0].transpose(0, 1)
 
 
 def causal_mask(num_queries: int, num_keys: int, offset: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,8 +99,18 @@ class ExactAttention:
     on positions alone, never on where a page lives.
     """
 
-    def __init__(self, first: int, count: int, dtype: torch.dtype, tile_tokens: int = TILE_TOKENS) -> None:
-        """Plan for queries at positions [first, first + count)."""
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        dtype: torch.dtype,
+        tile_tokens: int = TILE_TOKENS,
+        *,
+        decode: bool = False,
+    ) -> None:
+        """Plan for queries at positions [first, first + count); ``decode``: the one token of a decode step."""
+        assert count == 1 or not decode
+        self.decode = decode
         self.first = first
         self.count = count
         self.end = first + count
@@ -106,9 +141,11 @@ class ExactAttention:
         """
         begin, _ = self.tiles[tile]
         skipped = max(0, begin - self.first)
-        out, lse = attend_masked(
-            query[skipped:], k, v, self._masks[tile], scale, causal=self._is_causal(begin)
-        )
+        if self.decode:
+            out, lse = (part[None] for part in attend_all(query[0], k, v, scale))
+        else:
+            causal = self._is_causal(begin)
+            out, lse = attend_masked(query[skipped:], k, v, self._masks[tile], scale, causal=causal)
         if len(self.tiles) == 1:
             return out
         if tile == 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_tier.attention import ExactAttention, attend_masked, attend_selected, causal_mask
+from kv_tier.attention import ExactAttention, attend_all, attend_masked, attend_selected, causal_mask
 from kv_tier.page_table import PageTable
 from kv_tier.request import RequestState
 from kv_tier.selection import score_pages, select_pages
@@ -290,7 +290,7 @@ class DecodeStep:
             mark_exactness(store.table, row, size, sparse=not covered)
             plan = None
             if store.budget.pages is None:
-                plan = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype)
+                plan = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype, decode=True)
                 self.streamed.append(row.pages.numpy())
             self.exact_plans.append(plan)
             self.all_pages.append(
@@ -361,7 +361,10 @@ class DecodeStep:
             scores, selected = None, everything
         k, v = fetch_selected(store, layer, state, selected, scores)
         valid = k.shape[1] - (size - 1 - offset)
-        return attend_selected(query, k[:, :valid], v[:, :valid], scale)
+        k, v = k[:, :valid], v[:, :valid]
+        return (
+            attend_selected(query, k, v, scale) if everything is None else attend_all(query, k, v, scale)[0]
+        )
 
     @staticmethod
     def _append_to_window(
