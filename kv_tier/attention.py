@@ -11,17 +11,20 @@ FOLDED_QUERIES = 256  # up to so many queries per KV head, the group is folded i
 TILE_TOKENS = 8192  # positions per tile of exact prefill, at absolute multiples
 
 
-def attend_selected(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend one query token per head over gathered positions; the group shares its keys, which are read once.
+def attend_selected(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend one query token per (request, head) over gathered positions; the group shares its keys, read once.
 
     Args:
-        query: [kv_head, group, head_dim].
-        k, v: [kv_head, position, head_dim], ascending positions, all valid.
+        query: [request, kv_head, group, head_dim].
+        k, v: [request, kv_head, position, head_dim], ascending positions.
+        mask: [request, 1, 1, position] additive; always given, so that batch-mates cannot change the computation.
 
     Returns:
-        [kv_head, group, head_dim] in the query's dtype.
+        [request, kv_head, group, head_dim] in the query's dtype.
     """
-    return scaled_dot_product_attention(query[None], k[None], v[None], scale=scale)[0]
+    return scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
 
 
 def attend_all(

@@ -9,7 +9,7 @@ import torch
 
 from kv_tier.geometry import Geometry
 from kv_tier.page_table import PageTable
-from kv_tier.window import WindowCache
+from kv_tier.window import Window
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RequestState:
         self.pages = torch.full((max_pages,), -1, dtype=torch.int64)
         self.lives = np.full(max_pages, -1, dtype=np.int64)
         self.num_pages = 0
-        self.window: WindowCache | None = None
+        self.window: Window | None = None
         self.index: DeviceIndex | None = None
         self.figures = Figures()
         self.failure: str | None = None
@@ -86,7 +86,7 @@ class RequestState:
         changed = np.concatenate([np.flatnonzero(~same), gone])
         if len(changed):
             if self.window is not None:
-                self.window.drop(torch.from_numpy(changed))
+                self.window.drop(changed)
             if self.index is not None:
                 self.index.truncate(int(changed[0]))
         self.pages[:count] = pages
@@ -94,3 +94,20 @@ class RequestState:
         self.num_pages = count
         if self.index is not None:
             self.index.truncate(count)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request in a batch.
+
+    Args:
+        state: the request.
+        pages: [n] int64 its logical pages, the new ones included.
+        prefix_tokens: positions before the new tokens.
+        num_tokens: positions with the new tokens.
+    """
+
+    state: RequestState
+    pages: torch.Tensor
+    prefix_tokens: int
+    num_tokens: int

@@ -74,15 +74,14 @@ def score_pages(
     """
     indexed = means.shape[1]
     assert first_local <= indexed <= num_pages, (first_local, indexed, num_pages)
-    scores = dispatch.page_score(query, means, scale)
+    scores = torch.empty(means.shape[0], num_pages)
+    scores[:, :indexed] = dispatch.page_score(query, means, scale)
     scores[:, : budget.num_sink_pages] = float("inf")
     scores[:, first_local:] = float("inf")
-    if indexed < num_pages:
-        scores = torch.nn.functional.pad(scores, (0, num_pages - indexed), value=float("inf"))
     return scores
 
 
 def select_pages(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
-    """Return the pages to attend, [kv_head, budget.pages] int64 ascending; ties go to the lower page."""
-    assert budget.pages is not None and scores.shape[1] > budget.pages
+    """Return the pages to attend, [..., kv_head, budget.pages] int64 ascending; ties go to the lower page."""
+    assert budget.pages is not None and scores.shape[-1] > budget.pages
     return dispatch.topk_pages(scores, budget.pages)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_tier.attention import ExactAttention, attend_all, attend_masked, attend_selected, causal_mask
+from kv_tier.attention import ExactAttention, attend_masked, causal_mask
 from kv_tier.page_table import PageTable
-from kv_tier.request import RequestState
+from kv_tier.request import Row
 from kv_tier.selection import score_pages, select_pages
 from kv_tier.store import LayerStream, TieredStore
-from kv_tier.window import WindowCache
+from kv_tier.within_budget import CoveredRow, SparseBatch, fetch_selected, gather
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,6 @@ class AppendRule:
         if self.mode == "exact" or new_tokens > self.sparse_max_tokens:
             return False
         return self.mode == "sparse" or prefix_tokens > self.exact_max_prefix_tokens
-
-
-@dataclass(frozen=True)
-class Row:
-    """One request in a batch.
-
-    Args:
-        state: the request.
-        pages: [n] int64 its logical pages, the new ones included.
-        prefix_tokens: positions before the new tokens.
-        num_tokens: positions with the new tokens.
-    """
-
-    state: RequestState
-    pages: torch.Tensor
-    prefix_tokens: int
-    num_tokens: int
 
 
 class Writer:
@@ -135,7 +118,7 @@ class ExtendStep:
             row.state.sync(row.pages, store.table)
             if row.state.window is not None and row.prefix_tokens % size:
                 # the page that is written on has a copy without the new tokens
-                row.state.window.drop(torch.tensor([row.prefix_tokens // size]))
+                row.state.window.drop(np.array([row.prefix_tokens // size]))
         self.writer = Writer(store, slots, rows)
         self.sparse = [
             append.is_sparse(row.prefix_tokens, row.num_tokens - row.prefix_tokens)
@@ -230,7 +213,9 @@ class ExtendStep:
         local = store.budget.first_local_page(first * store.geometry.page_size)
         grouped = query.permute(1, 0, 2, 3).flatten(1, 2)
         scores = score_pages(grouped, means, first, local, store.budget, scale)
-        k, v = fetch_selected(store, layer, state, select_pages(scores, store.budget), scores)
+        selected = select_pages(scores[None], store.budget)
+        at = fetch_selected(store, layer, [state], selected, scores[None])
+        k, v = (part[0] for part in gather(store, layer, at))
         own_k, own_v = self.stream.gather(layer, row.pages[first:].numpy())
         count = mask.shape[1] - k.shape[1]
         k = torch.cat([k, own_k.flatten(1, 2)[:, :count]], dim=1)
@@ -249,54 +234,31 @@ class ExtendStep:
         self.stream.finish()
 
 
-def fetch_selected(
-    store: TieredStore, layer: int, state: RequestState, selected: torch.Tensor, scores: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bring the selected pages into the window cache and gather them: each [kv_head, position, head_dim]."""
-    window, _ = store.device_memory(state)
-    slots = window.lookup(layer, selected)
-    heads, ordinals, rows = window.admit(layer, selected, slots, scores)
-    if heads.numel():
-        shape = (heads.numel(), store.geometry.page_elements)
-        k = torch.empty(shape, dtype=store.geometry.dtype)
-        v = torch.empty(shape, dtype=store.geometry.dtype)
-        store.read_misses(layer, heads, state.pages[ordinals], state, k, v)
-        window.k[layer].index_copy_(0, rows, k)
-        window.v[layer].index_copy_(0, rows, v)
-    flat = (slots + window.head_base).view(-1)
-    gathered = (selected.shape[0], -1, store.geometry.head_dim)
-    return window.k[layer].index_select(0, flat).view(gathered), window.v[layer].index_select(0, flat).view(
-        gathered
-    )
-
-
 class DecodeStep:
     """One new token per request, attended within the budget."""
 
     def __init__(self, store: TieredStore, rows: Sequence[Row], slots: torch.Tensor) -> None:
         self.store = store
         self.rows = rows
-        size = store.geometry.page_size
         for row in rows:
             row.state.sync(row.pages, store.table)
         self.writer = Writer(store, slots, rows)
-        self.exact_plans: list[ExactAttention | None] = []
-        self.all_pages: list[torch.Tensor | None] = []
-        self.streamed = [np.zeros(0, dtype=np.int64)]
-        heads = store.geometry.num_kv_heads
-        for row in rows:
-            num_pages = len(row.pages)
-            covered = store.budget.covers(num_pages)
-            mark_exactness(store.table, row, size, sparse=not covered)
-            plan = None
+        self.everything: dict[int, ExactAttention] = {}  # by place in the batch
+        self.covered: dict[int, CoveredRow] = {}
+        sparse = []
+        for i, row in enumerate(rows):
+            covered = store.budget.covers(len(row.pages))
+            mark_exactness(store.table, row, store.geometry.page_size, sparse=not covered)
             if store.budget.pages is None:
-                plan = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype, decode=True)
-                self.streamed.append(row.pages.numpy())
-            self.exact_plans.append(plan)
-            self.all_pages.append(
-                torch.arange(num_pages).expand(heads, -1) if covered and plan is None else None
-            )
-        self.stream = LayerStream(store, np.concatenate(self.streamed), keep=True)
+                self.everything[i] = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype, decode=True)
+            elif covered:
+                self.covered[i] = CoveredRow(store, row)
+            else:
+                sparse.append(i)
+        self.sparse = torch.tensor(sparse, dtype=torch.int64)
+        self.batch = SparseBatch(store, [rows[i] for i in sparse]) if sparse else None
+        streamed = [rows[i].pages.numpy() for i in self.everything]
+        self.stream = LayerStream(store, np.concatenate(streamed or [np.zeros(0, dtype=np.int64)]), keep=True)
 
     def attend(
         self,
@@ -312,15 +274,18 @@ class DecodeStep:
         per request."""
         if not written:
             self.writer.write(layer, k, v)
-        out = torch.empty_like(query)
-        for i, row in enumerate(self.rows):
-            plan = self.exact_plans[i]
-            if plan is not None:
-                out[i] = self._attend_all(layer, row, query[i : i + 1], plan, scale)
-            else:
-                out[i] = self._attend_within_budget(
-                    layer, row, query[i], k[i], v[i], self.all_pages[i], scale
-                )
+        if self.batch is not None and len(self.sparse) == len(self.rows):
+            out = self.batch.attend(layer, query, k, v, scale)
+        else:
+            out = torch.empty_like(query)
+            if self.batch is not None:
+                chosen = self.sparse
+                out[chosen] = self.batch.attend(layer, query[chosen], k[chosen], v[chosen], scale)
+            for i, plan in self.everything.items():
+                out[i] = self._attend_all(layer, self.rows[i], query[i : i + 1], plan, scale)
+            for i, covered in self.covered.items():
+                here = slice(i, i + 1)
+                out[here] = covered.attend(layer, query[here], k[here], v[here], scale)
         if layer == self.store.geometry.num_layers - 1:
             self._finish()
         return out
@@ -336,70 +301,22 @@ class DecodeStep:
             result = plan.attend(query, number, k, v, scale)
         return result[0]
 
-    def _attend_within_budget(
-        self,
-        layer: int,
-        row: Row,
-        query: torch.Tensor,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        everything: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        store, state = self.store, row.state
-        size = store.geometry.page_size
-        window, index = store.device_memory(state)
-        num_pages = len(row.pages)
-        offset = row.prefix_tokens % size
-        self._append_to_window(layer, window, num_pages - 1, offset, k_new, v_new)
-        if everything is None:
-            means = index.extend_to(layer, num_pages - 1, state.pages, store.table)
-            local = store.budget.first_local_page(row.num_tokens)
-            scores = score_pages(query, means, num_pages, local, store.budget, scale)
-            selected = select_pages(scores, store.budget)
-        else:
-            scores, selected = None, everything
-        k, v = fetch_selected(store, layer, state, selected, scores)
-        valid = k.shape[1] - (size - 1 - offset)
-        k, v = k[:, :valid], v[:, :valid]
-        return (
-            attend_selected(query, k, v, scale) if everything is None else attend_all(query, k, v, scale)[0]
-        )
-
-    @staticmethod
-    def _append_to_window(
-        layer: int, window: WindowCache, ordinal: int, offset: int, k_new: torch.Tensor, v_new: torch.Tensor
-    ) -> None:
-        """Write the new token into the resident copy of the page it extends; an absent copy is fetched whole."""
-        if offset == 0:
-            return
-        slots = window.slot_of[layer].numpy()[:, ordinal]
-        heads = np.flatnonzero(slots >= 0)
-        if len(heads) == 0:
-            return
-        size = window.k.shape[-1] // k_new.shape[-1]
-        at = torch.from_numpy((heads * window.num_slots + slots[heads]) * size + offset)
-        if len(heads) < len(slots):
-            index = torch.from_numpy(heads)
-            k_new, v_new = k_new[index], v_new[index]
-        window.k_tokens[layer].index_copy_(0, at, k_new)
-        window.v_tokens[layer].index_copy_(0, at, v_new)
-
     def _finish(self) -> None:
         store = self.store
         lost = self.stream.lost_pages
-        for row, plan in zip(self.rows, self.exact_plans, strict=True):
-            window = row.state.window
-            if window is not None:
-                store.counters.window_hits += window.num_hits
-                store.counters.window_misses += window.num_misses
-                row.state.figures.window_hits += window.num_hits
-                row.state.figures.window_misses += window.num_misses
-                window.num_hits = window.num_misses = 0
-            if plan is not None and lost and lost.intersection(row.pages.tolist()):
+        for i in self.everything:
+            row = self.rows[i]
+            if lost and lost.intersection(row.pages.tolist()):
                 store.fail(
                     [row.state], "LOST_PAGE: a page of this sequence failed its checksum; retry recomputes it"
                 )
+        for row in self.rows:
+            if row.state.window is not None:
+                hits, misses = row.state.window.take_counts()
+                store.counters.window_hits += hits
+                store.counters.window_misses += misses
+                row.state.figures.window_hits += hits
+                row.state.figures.window_misses += misses
         if self.rows:
             self.rows[0].state.figures.bytes_read += self.stream.bytes_read
         self.stream.finish()

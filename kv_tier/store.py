@@ -20,7 +20,7 @@ from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.request import DeviceIndex, RequestState
 from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
-from kv_tier.window import WindowCache
+from kv_tier.window import Misses, Window, WindowCaches
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,11 @@ class TieredStore:
         self.pinned = np.zeros(limits.num_pages, dtype=bool)
         self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvdrive-reader")
         self._requests: dict[int, RequestState] = {}
-        self._device_pool: list[tuple[WindowCache, DeviceIndex]] = []
+        self.windows: WindowCaches | None = None
+        if budget.pages is not None:
+            max_pages = limits.max_pages_per_request
+            self.windows = WindowCaches(geometry, self.window_slots, max_pages, limits.max_requests)
+        self._index_pool: list[DeviceIndex] = []
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -108,25 +112,27 @@ class TieredStore:
         """Take back the device memory of a row, if it has any."""
         state = self._requests.pop(row, None)
         if state is not None and state.window is not None:
-            assert state.index is not None
-            self._device_pool.append((state.window, state.index))
+            assert state.index is not None and self.windows is not None
+            self.windows.give_back(state.window)
+            self._index_pool.append(state.index)
 
     @property
-    def window_slots(self) -> int:
+    def window_slots(self) -> np.ndarray:
+        """Return the pages each window cache of a request holds, [layer, kv_head] int64."""
         assert self.budget.pages is not None
-        return self.budget.pages * self.limits.window_multiple
+        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
+        return np.full(shape, self.budget.pages * self.limits.window_multiple)
 
-    def device_memory(self, state: RequestState) -> tuple[WindowCache, DeviceIndex]:
-        """Return the window cache and index of a request, from the pool at its first sparse step."""
+    def device_memory(self, state: RequestState) -> tuple[Window, DeviceIndex]:
+        """Return the window caches and the index of a request, lent at its first sparse step."""
         if state.window is None or state.index is None:
-            if self._device_pool:
-                state.window, state.index = self._device_pool.pop()
-                state.window.reset()
+            assert self.windows is not None
+            state.window = self.windows.lend()
+            if self._index_pool:
+                state.index = self._index_pool.pop()
                 state.index.truncate(0)
             else:
-                max_pages = self.limits.max_pages_per_request
-                state.window = WindowCache(self.geometry, self.window_slots, max_pages)
-                state.index = DeviceIndex(self.geometry, max_pages)
+                state.index = DeviceIndex(self.geometry, self.limits.max_pages_per_request)
         return state.window, state.index
 
     def fail(self, states: Sequence[RequestState], reason: str) -> None:
@@ -390,27 +396,38 @@ class TieredStore:
     def read_misses(
         self,
         layer: int,
-        heads: torch.Tensor,
-        pages: torch.Tensor,
-        state: RequestState,
+        misses: Misses,
+        states: Sequence[RequestState],
         k_out: torch.Tensor,
         v_out: torch.Tensor,
     ) -> None:
         """Fetch single pages of single heads: from frames where they are, else from spans.
 
         Args:
-            heads, pages: [miss] int64 KV head and logical page.
-            state: who needs them; it is failed if a page is lost.
+            misses: what to fetch.
+            states: the requests of the batch; who needs a page that is lost is failed.
             k_out, v_out: [miss, page_size * head_dim], filled in order.
         """
-        which, where = heads.numpy(), pages.numpy()
-        frames = self.table.frames[where]
-        rows = torch.from_numpy(which * self.frames.num_frames + np.maximum(frames, DUMMY_FRAME))
+        if len(states) == 1:
+            pages = states[0].pages.numpy()[misses.ordinal]
+        else:
+            pages = np.stack([state.pages.numpy() for state in states])[misses.request, misses.ordinal]
+        frames = self.table.frames[pages]
+        rows = torch.from_numpy(misses.head * self.frames.num_frames + np.maximum(frames, DUMMY_FRAME))
         torch.index_select(self.frames.k_rows[layer], 0, rows, out=k_out)
         torch.index_select(self.frames.v_rows[layer], 0, rows, out=v_out)
         if frames.min() < 0:
-            away = np.flatnonzero(frames < 0)
-            self._read_spans(layer, which[away], where[away], state, k_out, v_out, torch.from_numpy(away))
+            for request in np.unique(misses.request[frames < 0]).tolist():
+                away = np.flatnonzero((frames < 0) & (misses.request == request))
+                self._read_spans(
+                    layer,
+                    misses.head[away],
+                    pages[away],
+                    states[request],
+                    k_out,
+                    v_out,
+                    torch.from_numpy(away),
+                )
 
     def _read_spans(
         self,
@@ -463,7 +480,7 @@ class TieredStore:
 
     def gauges(self) -> dict[str, int]:
         geometry = self.geometry
-        device = len(self._device_pool) + sum(s.window is not None for s in self._requests.values())
+        device = 0 if self.windows is None else self.windows.num_lent + len(self._index_pool)
         return {
             "frames_total": self.frames.num_usable,
             "frames_free": self.frames.num_free,
@@ -476,7 +493,7 @@ class TieredStore:
 
     def device_bytes_per_request(self) -> int:
         max_pages = self.limits.max_pages_per_request
-        return WindowCache.bytes_for(self.geometry, self.window_slots, max_pages) + DeviceIndex.bytes_for(
+        return WindowCaches.bytes_for(self.geometry, self.window_slots, max_pages) + DeviceIndex.bytes_for(
             self.geometry, max_pages
         )
 
@@ -489,9 +506,8 @@ class TieredStore:
         for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
             held = self.span_files[handle].num_attached - count
             assert held == 0 or (held == 1 and self.spans.num_outstanding), (handle, held)
-        for state in self._requests.values():
-            if state.window is not None:
-                state.window.check_integrity()
+        if self.windows is not None:
+            self.windows.check_integrity()
 
     def close(self) -> None:
         """Let the writer finish and close every file."""

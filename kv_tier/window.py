@@ -1,117 +1,164 @@
-"""The window cache: device memory for the pages one request attends, per (layer, KV head)."""
+"""The window caches: device memory for the pages the running requests attend, per (request, layer, KV head)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from kv_kernels import compiled
 from kv_tier.geometry import Geometry
 
-ABSENT = -1
-NOTHING = torch.zeros(0, dtype=torch.int64)
+ABSENT = compiled.ABSENT
 
 
-class WindowCache:
-    """Hold ``num_slots`` pages of one request for every (layer, KV head), and decide who leaves.
+@dataclass(frozen=True)
+class Misses:
+    """The pages that a step must fetch, in ascending order of (request, KV head, page).
 
-    ``k[layer]``, ``v[layer]``: [kv_head * num_slots, page_size * head_dim] in the KV dtype.
-    ``slot_of[layer]``: [kv_head, max_pages + 1] int64, page ordinal -> slot or ABSENT; the last column is scratch.
-    ``page_of[layer]``: [kv_head, num_slots] int64, slot -> page ordinal or ABSENT.
+    ``request``: [miss] int64 place in the batch; ``head``, ``ordinal``: [miss] int64; ``at``: [miss] int64 row of
+    ``WindowCaches.k[layer]`` that receives the page.
+    """
+
+    request: np.ndarray
+    head: np.ndarray
+    ordinal: np.ndarray
+    at: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+
+class WindowCaches:
+    """Hold pages of every running request for every (layer, KV head), and decide who leaves.
+
+    ``k[layer]``, ``v[layer]``: [request row * slot, page_size * head_dim] in the KV dtype; the slots of a request lie
+    together, those of one KV head after those of another.
+    ``slot_of[layer]``: [request row, kv_head, max_pages] int32, page ordinal -> slot of the request, or ABSENT.
+    ``page_of[layer]``: [request row, slot] int32, the other way round.
 
     Contents never reach a number except as the bytes of a page: what is resident decides only what must be fetched.
     """
 
-    def __init__(self, geometry: Geometry, num_slots: int, max_pages: int) -> None:
-        layers, heads = geometry.num_layers, geometry.num_kv_heads
-        self.num_slots = num_slots
-        self.num_heads = heads
-        self.k = torch.zeros(layers, heads * num_slots, geometry.page_elements, dtype=geometry.dtype)
-        self.v = torch.zeros(layers, heads * num_slots, geometry.page_elements, dtype=geometry.dtype)
-        self.k_tokens = self.k.view(layers, -1, geometry.head_dim)
-        self.v_tokens = self.v.view(layers, -1, geometry.head_dim)
-        self.slot_of = torch.full((layers, heads, max_pages + 1), ABSENT, dtype=torch.int64)
-        self.page_of = torch.full((layers, heads, num_slots), ABSENT, dtype=torch.int64)
-        self.head_base = (torch.arange(heads) * num_slots)[:, None]
-        self._heads = np.arange(heads)[:, None]
-        self.num_hits = 0
-        self.num_misses = 0
-
-    @staticmethod
-    def bytes_for(geometry: Geometry, num_slots: int, max_pages: int) -> int:
-        """Return the bytes such a cache takes, directory included."""
-        pairs = geometry.num_layers * geometry.num_kv_heads
-        return pairs * (num_slots * geometry.page_head_bytes + 8 * (num_slots + max_pages + 1))
-
-    def reset(self) -> None:
-        """Forget every page and every count."""
-        self.slot_of.fill_(ABSENT)
-        self.page_of.fill_(ABSENT)
-        self.num_hits = self.num_misses = 0
-
-    def drop(self, ordinals: torch.Tensor) -> None:
-        """Forget the pages at ``ordinals`` ([n] int64): their bytes are no longer the sequence's."""
-        slots = self.slot_of[:, :, ordinals]
-        layer, head, index = (slots >= 0).nonzero(as_tuple=True)
-        self.page_of[layer, head, slots[layer, head, index]] = ABSENT
-        self.slot_of[:, :, ordinals] = ABSENT
-
-    def lookup(self, layer: int, selected: torch.Tensor) -> torch.Tensor:
-        """Return the slots of ``selected`` ([kv_head, n] int64 ordinals), ABSENT where a page must be fetched."""
-        return self.slot_of[layer].gather(1, selected)
-
-    def admit(
-        self, layer: int, selected: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Give every absent selected page a slot: lookahead eviction (paper 5.1).
-
-        The resident page with the lowest score of the *current* step leaves first, empty slots before all; a page
-        selected now never leaves. ``slots`` is completed in place.
+    def __init__(self, geometry: Geometry, num_slots: np.ndarray, max_pages: int, max_requests: int) -> None:
+        """Plan the memory; it is touched when a request first needs it.
 
         Args:
-            selected, slots: [kv_head, n] int64, as given to and returned by ``lookup``.
-            scores: [kv_head, page] float32 of this step; None when everything is selected.
+            num_slots: [layer, kv_head] pages each window cache of a request holds.
+        """
+        layers, heads = geometry.num_layers, geometry.num_kv_heads
+        assert num_slots.shape == (layers, heads), num_slots.shape
+        self.num_slots = num_slots.astype(np.int64)
+        self.first_slot = np.zeros((layers, heads + 1), dtype=np.int64)
+        np.cumsum(self.num_slots, axis=1, out=self.first_slot[:, 1:])
+        totals = self.first_slot[:, -1].tolist()
+        self.k = [torch.zeros(max_requests * n, geometry.page_elements, dtype=geometry.dtype) for n in totals]
+        self.v = [torch.zeros(max_requests * n, geometry.page_elements, dtype=geometry.dtype) for n in totals]
+        self.k_tokens = [k.view(-1, geometry.head_dim) for k in self.k]
+        self.v_tokens = [v.view(-1, geometry.head_dim) for v in self.v]
+        self.slot_of = [np.full((max_requests, heads, max_pages), ABSENT, dtype=np.int32) for _ in totals]
+        self.page_of = [np.full((max_requests, n), ABSENT, dtype=np.int32) for n in totals]
+        self.hits = np.zeros((layers, max_requests, heads), dtype=np.int64)
+        self.misses = np.zeros((layers, max_requests, heads), dtype=np.int64)
+        self.total_hits = np.zeros((layers, heads), dtype=np.int64)
+        self.total_misses = np.zeros((layers, heads), dtype=np.int64)
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+
+    @staticmethod
+    def bytes_for(geometry: Geometry, num_slots: np.ndarray, max_pages: int) -> int:
+        """Return the bytes the window caches of one request take, directories included."""
+        pairs = geometry.num_layers * geometry.num_kv_heads
+        return int(num_slots.sum()) * (geometry.page_head_bytes + 4) + 4 * pairs * max_pages
+
+    def lend(self) -> Window:
+        """Return the empty window caches of one request; ``give_back`` ends the loan."""
+        window = Window(self, self._free_rows.pop())
+        for slot_of, page_of in zip(self.slot_of, self.page_of, strict=True):
+            slot_of[window.row] = ABSENT
+            page_of[window.row] = ABSENT
+        self.hits[:, window.row] = self.misses[:, window.row] = 0
+        return window
+
+    def give_back(self, window: Window) -> None:
+        self._free_rows.append(window.row)
+
+    @property
+    def num_lent(self) -> int:
+        return self.hits.shape[1] - len(self._free_rows)
+
+    def admit(
+        self, layer: int, rows: np.ndarray, selected: np.ndarray, scores: np.ndarray | None
+    ) -> tuple[np.ndarray, Misses]:
+        """Find the selected pages; give every absent one a slot: lookahead eviction (paper 5.1).
+
+        The resident page with the lowest score of the *current* step leaves first, empty slots and pages that have no
+        score before all; a page selected now never leaves.
+
+        Args:
+            rows: [request] int64 rows of ``Window``.
+            selected: [request, kv_head, n] int64 ordinals.
+            scores: [request, kv_head, page] float32 of this step; None when everything is selected.
 
         Returns:
-            (heads, ordinals, rows), each [miss] int64: what to fetch, and the row of ``k[layer]`` it goes to.
+            (rows of ``k[layer]`` that hold the selected pages [request, kv_head, n] int64, what to fetch into them).
         """
-        held = slots.numpy()
-        if held.min() >= 0:
-            self.num_hits += held.size
-            return NOTHING, NOTHING, NOTHING
-        absent = held < 0
-        heads, places = absent.nonzero()
-        ordinals = selected.numpy()[heads, places]
-        self.num_misses += len(heads)
-        self.num_hits += held.size - len(heads)
-        slot = self._victims(layer, held, absent, None if scores is None else scores.numpy())
-        slot = slot[heads, (absent.cumsum(1) - 1)[heads, places]]
-        slot_of, page_of = self.slot_of[layer].numpy(), self.page_of[layer].numpy()
-        slot_of[heads, page_of[heads, slot]] = ABSENT  # ABSENT (-1) itself indexes the scratch column
-        slot_of[heads, ordinals] = slot
-        page_of[heads, slot] = ordinals
-        held[heads, places] = slot
-        rows = heads * self.num_slots + slot
-        return torch.from_numpy(heads), torch.from_numpy(ordinals), torch.from_numpy(rows)
-
-    def _victims(
-        self, layer: int, held: np.ndarray, absent: np.ndarray, scores: np.ndarray | None
-    ) -> np.ndarray:
-        """Return the slots that are given up, [kv_head, most misses of a head], the first to leave first."""
-        page_of = self.page_of[layer].numpy()
-        known = page_of >= 0 if scores is None else (page_of >= 0) & (page_of < scores.shape[1])
-        value = np.where(
-            known, np.float32(0) if scores is None else scores[self._heads, page_of * known], -np.inf
+        at = np.empty(selected.shape, dtype=np.int64)
+        missing = np.empty((4, selected.size), dtype=np.int64)
+        if scores is None:
+            scores = np.zeros((1, 1, 0), dtype=np.float32)
+        count = compiled.admit(
+            rows,
+            selected,
+            scores,
+            self.slot_of[layer],
+            self.page_of[layer],
+            self.first_slot[layer],
+            self.hits[layer],
+            self.misses[layer],
+            at,
+            missing,
         )
-        heads, places = np.nonzero(~absent)
-        value[heads, held[heads, places]] = np.inf
-        count = int(absent.sum(1).max())
-        lowest = np.argpartition(value, min(count, self.num_slots - 1), axis=1)[:, :count]
-        order = np.argsort(value[self._heads, lowest], axis=1, kind="stable")
-        victims: np.ndarray = lowest[self._heads, order]
-        return victims
+        return at, Misses(missing[0, :count], missing[1, :count], missing[2, :count], missing[3, :count])
 
     def check_integrity(self) -> None:
         """Assert that both directories agree."""
-        layer, head, slot = (self.page_of >= 0).nonzero(as_tuple=True)
-        assert torch.equal(self.slot_of[layer, head, self.page_of[layer, head, slot]], slot)
-        assert int((self.slot_of[:, :, :-1] >= 0).sum()) == layer.numel()
+        for layer, (slot_of, page_of) in enumerate(zip(self.slot_of, self.page_of, strict=True)):
+            row, head, ordinal = (slot_of != ABSENT).nonzero()
+            slot = slot_of[row, head, ordinal]
+            first = self.first_slot[layer]
+            assert ((first[head] <= slot) & (slot < first[head + 1])).all()
+            assert (page_of[row, slot] == ordinal).all()
+            assert (page_of != ABSENT).sum() == len(row)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window caches of one request: row ``row`` of ``caches``."""
+
+    caches: WindowCaches
+    row: int
+
+    def drop(self, ordinals: np.ndarray) -> None:
+        """Forget the pages at ``ordinals`` ([n] int64): their bytes are no longer the sequence's."""
+        for slot_of, page_of in zip(self.caches.slot_of, self.caches.page_of, strict=True):
+            slots = slot_of[self.row][:, ordinals]
+            page_of[self.row, slots[slots != ABSENT]] = ABSENT
+            slot_of[self.row][:, ordinals] = ABSENT
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return (hits, misses) since the last call and add them to the totals per (layer, KV head)."""
+        caches = self.caches
+        hits, misses = caches.hits[:, self.row], caches.misses[:, self.row]
+        counts = int(hits.sum()), int(misses.sum())
+        caches.total_hits += hits
+        caches.total_misses += misses
+        hits[:] = 0
+        misses[:] = 0
+        return counts
+
+    def pages(self, layer: int, head: int) -> list[int]:
+        """Return the resident pages of one (layer, KV head), ascending."""
+        first = self.caches.first_slot[layer]
+        held = self.caches.page_of[layer][self.row, first[head] : first[head + 1]]
+        return sorted(held[held != ABSENT].tolist())

@@ -9,7 +9,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from kv_tier.meta.errors import ConfigError
-from kv_tier.steps import AppendRule, DecodeStep, ExtendStep, Row
+from kv_tier.request import Row
+from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kvdrive_sglang.pool import KVDrivePool
 
 if TYPE_CHECKING:

@@ -70,9 +70,24 @@ def test_both_layouts_of_the_queries_agree_with_the_definition(count: int) -> No
     torch.testing.assert_close(lse[-1], logits.logsumexp(-1))
 
 
-def test_one_token_attends_all_gathered_positions() -> None:
+def test_one_token_attends_the_gathered_positions_that_are_not_masked() -> None:
     query, k, v = draw(21)
-    out = attend_selected(query[-1], k.transpose(0, 1), v.transpose(0, 1), SCALE)
+    mask = torch.zeros(1, 1, 1, 24)
+    mask[..., 21:] = float("-inf")
+    keys, values = (torch.nn.functional.pad(t.transpose(0, 1), (0, 0, 0, 3), value=7.0)[None] for t in (k, v))
+    out = attend_selected(query[-1:], keys, values, mask, SCALE)[0]
     for head in range(HEADS):
         expected = attend(query[-1, head], k[:, head], v[:, head], list(range(21)), SCALE)
         torch.testing.assert_close(out[head], expected)
+
+
+def test_batch_mates_change_no_bit_of_the_attention() -> None:
+    torch.manual_seed(3)
+    query, k, v = (torch.randn(5, 3, n, 64).to(torch.bfloat16) for n in (3, 1024, 1024))
+    mask = torch.zeros(5, 1, 1, 1024, dtype=torch.bfloat16)
+    for i in range(5):
+        mask[i, ..., 1024 - i :] = float("-inf")
+    together = attend_selected(query, k, v, mask, 0.125)
+    for i in range(5):
+        one = slice(i, i + 1)
+        assert torch.equal(together[one], attend_selected(query[one], k[one], v[one], mask[one], 0.125))

@@ -5,7 +5,7 @@ import torch
 
 from kv_tier.page_table import PageTable
 from kv_tier.request import DeviceIndex, RequestState
-from kv_tier.window import ABSENT, WindowCache
+from kv_tier.window import WindowCaches
 from tests.models.synthetic_engine import GEOMETRY
 
 MAX_PAGES = 8
@@ -18,19 +18,23 @@ def filled_state() -> tuple[RequestState, PageTable]:
         means.add_(torch.arange(40, dtype=means.dtype)[:, None, None] + layer)
     state = RequestState(0, 1, MAX_PAGES)
     state.sync(torch.arange(10, 16), table)
-    state.window = WindowCache(GEOMETRY, MAX_PAGES, MAX_PAGES)
+    slots = np.full((GEOMETRY.num_layers, GEOMETRY.num_kv_heads), MAX_PAGES)
+    caches = WindowCaches(GEOMETRY, slots, MAX_PAGES, 1)
+    state.window = caches.lend()
     state.index = DeviceIndex(GEOMETRY, MAX_PAGES)
     for layer in range(GEOMETRY.num_layers):
-        selected = torch.arange(6).expand(GEOMETRY.num_kv_heads, -1)
-        state.window.admit(layer, selected, state.window.lookup(layer, selected).clone(), None)
+        selected = np.tile(np.arange(6), (1, GEOMETRY.num_kv_heads, 1))
+        caches.admit(layer, np.array([state.window.row]), selected, None)
         state.index.extend_to(layer, 5, state.pages, table)
     return state, table
 
 
 def resident(state: RequestState) -> list[int]:
     assert state.window is not None
-    state.window.check_integrity()
-    return sorted(set(state.window.page_of[state.window.page_of != ABSENT].tolist()))
+    state.window.caches.check_integrity()
+    held = {tuple(state.window.pages(layer, head)) for layer in range(2) for head in range(2)}
+    assert len(held) == 1
+    return list(held.pop())
 
 
 def test_the_index_holds_the_means_of_the_pages_in_order() -> None:

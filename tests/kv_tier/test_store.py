@@ -169,8 +169,10 @@ def test_device_memory_is_lent_and_taken_back(new_engine: EngineFactory) -> None
     assert engine.store.gauges()["device_bytes"] == 2 * per_request
     state = engine.state(again)
     assert state.window is not None and state.index is not None
-    tensors = (state.window.k, state.window.v, state.window.slot_of, state.window.page_of, state.index.means)
-    assert per_request == sum(tensor.nbytes for tensor in tensors)
+    caches = state.window.caches
+    tensors, arrays = [*caches.k, *caches.v], [*caches.slot_of, *caches.page_of]
+    held = sum(t.nbytes for t in tensors) + sum(a.nbytes for a in arrays)
+    assert per_request == held // 8 + state.index.means.nbytes
 
 
 def test_gauges_add_up(new_engine: EngineFactory) -> None:

@@ -124,7 +124,7 @@ def test_damage_in_a_page_that_nobody_attends_fails_nobody(new_engine: EngineFac
     engine.generate(victim, 1)
     window = engine.state(victim).window
     assert window is not None
-    unused = min(set(range(1, 8)) - set(window.page_of[0, 0].tolist()))
+    unused = min(set(range(1, 8)) - set(window.pages(0, 0)))
     again = new_engine(budget_pages=6)
     victim, _ = sealed_pair(again)
     flip_page(first_span(again, victim), 0, 0, unused)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_tier.geometry import Geometry
-from kv_tier.window import ABSENT, WindowCache
+from kv_tier.window import Misses, Window, WindowCaches
 from tests.models.window_model import WindowModel
 
 HEADS, MAX_PAGES = 2, 9
@@ -30,101 +30,129 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[object]]:
     return budget, slots, draw(st.lists(st.one_of(step, step, drop), max_size=8))
 
 
-def resident(window: WindowCache, layer: int, head: int) -> set[int]:
-    return set(window.page_of[layer, head].tolist()) - {ABSENT}
+def new_window(num_slots: int, requests: int = 1) -> Window:
+    """Return the caches of one request, in the last of ``requests`` rows."""
+    slots = np.full((GEOMETRY.num_layers, HEADS), num_slots)
+    caches = WindowCaches(GEOMETRY, slots, MAX_PAGES, requests)
+    return [caches.lend() for _ in range(requests)][-1]
+
+
+def admit(
+    window: Window, layer: int, pages: list[list[int]], scores: list[list[float]] | None = None
+) -> tuple[np.ndarray, Misses]:
+    """Admit the pages of one request; [kv_head, n] rows and what to fetch."""
+    values = None if scores is None else np.array([scores], dtype=np.float32)
+    at, misses = window.caches.admit(layer, np.array([window.row]), np.array([pages]), values)
+    window.caches.check_integrity()
+    return at[0], misses
 
 
 def admit_and_compare(
-    window: WindowCache, models: list[WindowModel], layer: int, step: list[tuple[list[float], list[int]]]
+    window: Window, models: list[WindowModel], layer: int, step: list[tuple[list[float], list[int]]]
 ) -> None:
-    scores = torch.tensor([row for row, _ in step])
-    selected = torch.tensor([pages for _, pages in step])
-    before = [resident(window, layer, head) for head in range(HEADS)]
-    slots = window.lookup(layer, selected)
-    heads, ordinals, rows = window.admit(layer, selected, slots, scores)
-    window.check_integrity()
-    assert slots.min() >= 0, "a selected page without a slot"
+    before = [window.pages(layer, head) for head in range(HEADS)]
+    at, misses = admit(window, layer, [pages for _, pages in step], [row for row, _ in step])
+    page_of = window.caches.page_of[layer].reshape(-1)
     for head, (model, (row, pages)) in enumerate(zip(models, step, strict=True)):
-        fetched = ordinals[heads == head].tolist()
+        fetched = misses.ordinal[misses.head == head].tolist()
         assert fetched == model.missing(pages)
-        left = sorted(before[head] - resident(window, layer, head))
+        left = sorted(set(before[head]) - set(window.pages(layer, head)))
         assert not set(left) & set(pages), "a page selected now was evicted"
         assert sorted(row[page] for page in left) == model.victim_scores(pages, row)
         model.admit(pages, left)
-        assert resident(window, layer, head) == set(model.resident)
-        own = rows[heads == head] - head * window.num_slots
-        assert window.page_of[layer, head, own].tolist() == fetched
-        assert window.page_of[layer, head, slots[head]].tolist() == pages
+        assert window.pages(layer, head) == sorted(model.resident)
+        assert page_of[misses.at[misses.head == head]].tolist() == fetched
+        assert page_of[at[head]].tolist() == pages
 
 
 @settings(max_examples=100, deadline=None)
 @given(histories())
 def test_the_cache_follows_the_model(history: tuple[int, int, list[object]]) -> None:
     _, num_slots, steps = history
-    window = WindowCache(GEOMETRY, num_slots, MAX_PAGES)
+    window = new_window(num_slots, requests=2)
     models = [WindowModel(num_slots) for _ in range(HEADS)]
     for step in steps:
         if isinstance(step, set):
-            window.drop(torch.tensor(sorted(step)))
-            window.check_integrity()
+            window.drop(np.array(sorted(step)))
+            window.caches.check_integrity()
             for model in models:
                 model.drop(sorted(step))
         else:
             assert isinstance(step, list)
             admit_and_compare(window, models, 1, step)
-    assert int((window.page_of[0] != ABSENT).sum()) == 0  # the other layer is its own cache
+    assert window.pages(0, 0) == []  # the other layer is its own cache
+
+
+def test_a_batch_is_admitted_as_its_requests_alone() -> None:
+    chance = random.Random(1)
+    caches = WindowCaches(GEOMETRY, np.array([[3, 5], [4, 6]]), MAX_PAGES, 3)
+    together = [caches.lend() for _ in range(3)]
+    alone = [WindowCaches(GEOMETRY, caches.num_slots, MAX_PAGES, 1).lend() for _ in range(3)]
+    for _ in range(30):
+        pages = np.array(
+            [[sorted(chance.sample(range(MAX_PAGES), 3)) for _ in range(HEADS)] for _ in range(3)]
+        )
+        scores = np.random.default_rng(chance.randrange(99)).random((3, HEADS, MAX_PAGES), dtype=np.float32)
+        rows = np.array([window.row for window in together])
+        _, misses = caches.admit(1, rows, pages, scores)
+        for i, window in enumerate(alone):
+            _, own = window.caches.admit(1, np.array([0]), pages[i : i + 1], scores[i : i + 1])
+            mine = misses.request == i
+            assert misses.head[mine].tolist() == own.head.tolist()
+            assert misses.ordinal[mine].tolist() == own.ordinal.tolist()
+            for head in range(HEADS):
+                assert together[i].pages(1, head) == window.pages(1, head)
+    assert [w.take_counts() for w in together] == [w.take_counts() for w in alone]
 
 
 def test_hits_and_misses_are_counted() -> None:
-    window = WindowCache(GEOMETRY, 4, MAX_PAGES)
-    for pages, counts in (([0, 1], (0, 4)), ([1, 2], (2, 6)), ([1, 2], (6, 6))):
-        selected = torch.tensor([pages, pages])
-        window.admit(0, selected, window.lookup(0, selected), torch.zeros(HEADS, MAX_PAGES))
-        assert (window.num_hits, window.num_misses) == counts
+    window = new_window(4)
+    for pages, counts in (([0, 1], (0, 4)), ([1, 2], (2, 2)), ([1, 2], (4, 0))):
+        admit(window, 0, [pages, pages], [[0.0] * MAX_PAGES] * HEADS)
+        assert window.take_counts() == counts
+    assert window.caches.total_hits.tolist() == [[3, 3], [0, 0]]
+    assert window.caches.total_misses.tolist() == [[3, 3], [0, 0]]
 
 
 def test_without_scores_everything_selected_finds_a_slot() -> None:
-    window = WindowCache(GEOMETRY, 5, MAX_PAGES)
+    window = new_window(5)
     for count in range(1, 6):
-        selected = torch.arange(count).expand(HEADS, -1)
-        slots = window.lookup(0, selected)
-        heads, ordinals, _ = window.admit(0, selected, slots, None)
-        assert ordinals.tolist() == [count - 1] * HEADS and heads.tolist() == [0, 1]
-        window.check_integrity()
+        _, misses = admit(window, 0, [list(range(count))] * HEADS)
+        assert misses.ordinal.tolist() == [count - 1] * HEADS and misses.head.tolist() == [0, 1]
 
 
 def test_a_cache_of_exactly_the_budget_serves_any_sequence_of_selections() -> None:
     chance = random.Random(0)
-    window = WindowCache(GEOMETRY, 4, MAX_PAGES)
+    window = new_window(4)
     for _ in range(60):
         pages = [sorted(chance.sample(range(MAX_PAGES), 4)) for _ in range(HEADS)]
-        selected = torch.tensor(pages)
-        slots = window.lookup(0, selected)
-        window.admit(0, selected, slots, torch.rand(HEADS, MAX_PAGES))
-        assert [sorted(resident(window, 0, head)) for head in range(HEADS)] == pages
+        admit(window, 0, pages, [[chance.random() for _ in range(MAX_PAGES)] for _ in range(HEADS)])
+        assert [window.pages(0, head) for head in range(HEADS)] == pages
 
 
 def test_a_page_beyond_the_scores_is_the_first_to_leave() -> None:
     """The scores of an append end before its pages; what is resident there is not near any query."""
-    window = WindowCache(GEOMETRY, 2, MAX_PAGES)
-    selected = torch.tensor([[3, 8]] * HEADS)
-    window.admit(0, selected, window.lookup(0, selected), None)
-    selected = torch.tensor([[5]] * HEADS)
-    window.admit(0, selected, window.lookup(0, selected), torch.zeros(HEADS, 7))
-    assert resident(window, 0, 0) == {3, 5}
+    window = new_window(2)
+    admit(window, 0, [[3, 8]] * HEADS)
+    admit(window, 0, [[5]] * HEADS, [[0.0] * 7] * HEADS)
+    assert window.pages(0, 0) == [3, 5]
 
 
-def test_reset_forgets_everything() -> None:
-    window = WindowCache(GEOMETRY, 2, MAX_PAGES)
-    selected = torch.tensor([[3, 8]] * HEADS)
-    window.admit(0, selected, window.lookup(0, selected), None)
-    window.reset()
-    assert (window.lookup(0, selected) == ABSENT).all()
-    assert (window.num_hits, window.num_misses) == (0, 0)
+def test_a_loan_begins_empty() -> None:
+    window = new_window(2)
+    admit(window, 0, [[3, 8]] * HEADS)
+    window.caches.give_back(window)
+    window = window.caches.lend()
+    assert window.pages(0, 0) == [] and window.caches.num_lent == 1
+    assert window.take_counts() == (0, 0)
+    window.caches.check_integrity()
 
 
 @pytest.mark.parametrize(("num_slots", "max_pages"), [(2, 12), (7, 3)])
-def test_bytes_are_those_of_the_tensors(num_slots: int, max_pages: int) -> None:
-    window = WindowCache(GEOMETRY, num_slots, max_pages)
-    tensors = (window.k, window.v, window.slot_of, window.page_of)
-    assert WindowCache.bytes_for(GEOMETRY, num_slots, max_pages) == sum(t.nbytes for t in tensors)
+def test_bytes_are_those_of_the_arrays(num_slots: int, max_pages: int) -> None:
+    slots = np.array([[num_slots, 1], [2, 3]])
+    caches = WindowCaches(GEOMETRY, slots, max_pages, 1)
+    tensors, arrays = [*caches.k, *caches.v], [*caches.slot_of, *caches.page_of]
+    assert WindowCaches.bytes_for(GEOMETRY, slots, max_pages) == (
+        sum(t.nbytes for t in tensors) + sum(a.nbytes for a in arrays)
+    )

@@ -15,10 +15,10 @@ import torch
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.page_keys import page_keys
-from kv_tier.request import RequestState
+from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
-from kv_tier.steps import AppendRule, DecodeStep, ExtendStep, Row
+from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kv_tier.store import StoreLimits, TieredStore
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, stretch_tokens=32)
