@@ -81,7 +81,7 @@ def test_resumed_after_kill_equals_never_stopped(
     data[len(data) - 8192] ^= 1
     span.write_bytes(bytes(data))
     engine.start()
-    retried = retry(engine, log + turns[2])
+    retried = retry(engine, log + turns[2], salt="resumed", session="session-resumed")
     assert engine.counters()["pages_lost"] + engine.counters()["pages_quarantined"] > 0
     if budget == "all":
         assert retried.tokens == expected[2].tokens
@@ -90,11 +90,11 @@ def test_resumed_after_kill_equals_never_stopped(
     assert engine.generate(never + turns[0], salt="never-stopped").tokens
 
 
-def retry(engine: Engine, tokens: list[int], tries: int = 5) -> Answer:
+def retry(engine: Engine, tokens: list[int], *, salt: str, session: str, tries: int = 5) -> Answer:
     """Repeat a request while it ends on a lost page, as the session service does."""
     for _ in range(tries):
         try:
-            return engine.generate(tokens, session="session-resumed", salt="resumed")
+            return engine.generate(tokens, session=session, salt=salt)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != 503 or "LOST_PAGE" not in error.response.text:
                 raise AssertionError(error.response.text) from error
