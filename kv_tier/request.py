@@ -22,6 +22,9 @@ class Figures:
     bytes_read: int = 0
     window_hits: int = 0
     window_misses: int = 0
+    num_probes: int = 0
+    kl_sum: float = 0.0
+    budget_raises: int = 0
 
 
 class DeviceIndex:
@@ -69,6 +72,9 @@ class RequestState:
         self.index: DeviceIndex | None = None
         self.figures = Figures()
         self.failure: str | None = None
+        self.num_decoded = 0
+        self.budget_factor = 1  # raised by the quality monitor, for the rest of the turn
+        self.span_kl: list[float] = []
 
     def sync(self, pages: torch.Tensor, table: PageTable) -> None:
         """Take over the current pages of the sequence, dropping what was cached of pages that changed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,10 @@ class Budget:
     def first_local_page(self, num_tokens: int) -> int:
         """Return the page where the local window of a sequence of ``num_tokens`` begins."""
         return max(0, num_tokens - self.local_window_tokens) // self.page_size
+
+    def scaled(self, factor: int) -> Budget:
+        """Return the budget times ``factor``."""
+        return self if self.pages is None or factor == 1 else replace(self, pages=factor * self.pages)
 
     def covers(self, num_pages: int) -> bool:
         """Whether everything is attended, so that sparse attention is full attention."""

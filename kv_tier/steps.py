@@ -245,18 +245,21 @@ class DecodeStep:
         self.writer = Writer(store, slots, rows)
         self.everything: dict[int, ExactAttention] = {}  # by place in the batch
         self.covered: dict[int, CoveredRow] = {}
-        sparse = []
+        sparse: dict[int, list[int]] = {}  # by the factor of the budget
         for i, row in enumerate(rows):
-            covered = store.budget.covers(len(row.pages))
+            factor = row.state.budget_factor
+            covered = store.budget.scaled(factor).covers(len(row.pages))
             mark_exactness(store.table, row, store.geometry.page_size, sparse=not covered)
             if store.budget.pages is None:
                 self.everything[i] = ExactAttention(row.prefix_tokens, 1, store.geometry.dtype, decode=True)
             elif covered:
                 self.covered[i] = CoveredRow(store, row)
             else:
-                sparse.append(i)
-        self.sparse = torch.tensor(sparse, dtype=torch.int64)
-        self.batch = SparseBatch(store, [rows[i] for i in sparse]) if sparse else None
+                sparse.setdefault(factor, []).append(i)
+        self.batches = [
+            (torch.tensor(chosen), SparseBatch(store, [rows[i] for i in chosen], store.budget.scaled(factor)))
+            for factor, chosen in sparse.items()
+        ]
         streamed = [rows[i].pages.numpy() for i in self.everything]
         self.stream = LayerStream(store, np.concatenate(streamed or [np.zeros(0, dtype=np.int64)]), keep=True)
 
@@ -274,13 +277,12 @@ class DecodeStep:
         per request."""
         if not written:
             self.writer.write(layer, k, v)
-        if self.batch is not None and len(self.sparse) == len(self.rows):
-            out = self.batch.attend(layer, query, k, v, scale)
+        if self.batches and len(self.batches[0][0]) == len(self.rows):
+            out = self.batches[0][1].attend(layer, query, k, v, scale)
         else:
             out = torch.empty_like(query)
-            if self.batch is not None:
-                chosen = self.sparse
-                out[chosen] = self.batch.attend(layer, query[chosen], k[chosen], v[chosen], scale)
+            for chosen, batch in self.batches:
+                out[chosen] = batch.attend(layer, query[chosen], k[chosen], v[chosen], scale)
             for i, plan in self.everything.items():
                 out[i] = self._attend_all(layer, self.rows[i], query[i : i + 1], plan, scale)
             for i, covered in self.covered.items():

@@ -12,7 +12,7 @@ import torch
 
 from kv_tier.attention import attend_all, attend_selected
 from kv_tier.request import RequestState, Row
-from kv_tier.selection import score_pages, select_pages
+from kv_tier.selection import Budget, score_pages, select_pages
 from kv_tier.store import TieredStore
 
 
@@ -81,18 +81,19 @@ def append_new(
 
 
 class SparseBatch:
-    """Requests longer than the budget: every one attends exactly ``budget.pages`` pages per KV head.
+    """Requests longer than their budget: every one attends exactly ``budget.pages`` pages per KV head.
 
     A request's numbers do not depend on its batch-mates: its pages are scored alone, and attention treats each
     (request, KV head) by itself.
     """
 
-    def __init__(self, store: TieredStore, rows: Sequence[Row]) -> None:
+    def __init__(self, store: TieredStore, rows: Sequence[Row], budget: Budget) -> None:
         self.store = store
         self.rows = rows
+        self.budget = budget
         self.states = [row.state for row in rows]
         self.indexes = [store.device_memory(state)[1] for state in self.states]
-        size, budget = store.geometry.page_size, store.budget
+        size = store.geometry.page_size
         self.local = [budget.first_local_page(row.num_tokens) for row in rows]
         num_pages = max(len(row.pages) for row in rows)
         self.scores = torch.full((len(rows), store.geometry.num_kv_heads, num_pages), float("-inf"))
@@ -118,9 +119,9 @@ class SparseBatch:
         for i, (row, index) in enumerate(zip(self.rows, self.indexes, strict=True)):
             num_pages = len(row.pages)
             means = index.extend_to(layer, num_pages - 1, row.state.pages, store.table)
-            scores = score_pages(query[i], means, num_pages, self.local[i], store.budget, scale)
+            scores = score_pages(query[i], means, num_pages, self.local[i], self.budget, scale)
             self.scores[i, :, :num_pages] = scores
-        at = fetch_selected(store, layer, self.states, select_pages(self.scores, store.budget), self.scores)
+        at = fetch_selected(store, layer, self.states, select_pages(self.scores, self.budget), self.scores)
         append_new(store, layer, at[:, :, -1], self.offsets, k, v)
         return attend_selected(query, *gather(store, layer, at), self.mask, scale)
 

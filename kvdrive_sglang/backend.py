@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from kv_tier.meta.errors import ConfigError
+from kv_tier.quality import QualityMonitor, ShadowStep
 from kv_tier.request import Row
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kvdrive_sglang.pool import KVDrivePool
@@ -38,11 +41,14 @@ class KVDriveAttnBackend(AttentionBackend):
         self.append = AppendRule(
             config.append, config.append_sparse_max_tokens, config.append_exact_max_prefix_tokens
         )
-        self.forward_metadata: ExtendStep | DecodeStep | None = None
+        self.forward_metadata: ExtendStep | DecodeStep | ShadowStep | None = None
+        self.monitor: QualityMonitor | None = None
+        if config.monitor_every and self.store.budget.pages is not None:
+            self.monitor = QualityMonitor(config.monitor_every, config.max_kl, config.window_multiple)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the step: which pages each request has, where its new tokens go."""
-        if forward_batch.forward_mode.is_idle():
+        if forward_batch.forward_mode.is_idle() or isinstance(self.forward_metadata, ShadowStep):
             return
         decode = forward_batch.forward_mode.is_decode()
         lengths = forward_batch.seq_lens.tolist()
@@ -59,6 +65,17 @@ class KVDriveAttnBackend(AttentionBackend):
         else:
             self.forward_metadata = ExtendStep(self.store, rows, slots, self.append)
         self.pool.step = self.forward_metadata
+
+    @contextmanager
+    def shadow(self) -> Iterator[None]:
+        """Let forward passes inside repeat the decode step at twice the budget, keeping nothing."""
+        step = self.forward_metadata
+        assert isinstance(step, DecodeStep)
+        self.forward_metadata = self.pool.step = ShadowStep(self.store, step.rows)
+        try:
+            yield
+        finally:
+            self.forward_metadata = self.pool.step = step
 
     def _row(self, index: int, prefix: int, length: int) -> Row:
         size = self.pool.page_size

@@ -36,6 +36,9 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dram_bytes: frames, page means and tables.
         ssd_bytes: span files.
         logical_tokens: positions that may run or stay in the tree at once; 0 takes four times the frames.
+        monitor_every: the quality monitor repeats a decode step at twice the budget when the sequence length is a
+            multiple of it; 0 is off.
+        max_kl: nats; a request whose mean over 32 steps is above it gets twice the budget for the rest of its turn.
         strict_data_dir: refuse a data directory with spans of another model or layout.
         model_revision: stands for the weights in the fingerprint instead of a digest of the files.
         http_host, http_port: where the engine listens, told to the session service.
@@ -55,6 +58,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dram_bytes: Positive = 2048 * MIB
     ssd_bytes: Positive = 32 * 1024 * MIB
     logical_tokens: NotNegative = 0
+    monitor_every: NotNegative = 0
+    max_kl: Annotated[float, msgspec.Meta(gt=0)] | None = None
     strict_data_dir: bool = False
     model_revision: str | None = None
     http_host: str = "127.0.0.1"
@@ -63,10 +68,19 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if not self.data_dir:
             raise ConfigError("data_dir is empty: name a directory on a local disk")
+        if self.max_kl is not None and not self.monitor_every:
+            raise ConfigError(
+                f"max_kl={self.max_kl} needs the quality monitor: set monitor_every, for example to 4"
+            )
+        if self.max_kl is not None and self.window_multiple < 2:
+            raise ConfigError(
+                f"max_kl={self.max_kl} may double a budget, window_multiple={self.window_multiple} has no room for it: "
+                f"raise window_multiple to 2 or more"
+            )
 
     def selection_digest(self) -> bytes:
         """Return 32 bytes over everything that decides what sparse attention attends."""
-        fields = {
+        fields: dict[str, Any] = {
             "selector": "page_means/1",
             "budget_tokens": self.budget_tokens,
             "num_sink_tokens": self.num_sink_tokens,
@@ -75,6 +89,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "append_sparse_max_tokens": self.append_sparse_max_tokens,
             "append_exact_max_prefix_tokens": self.append_exact_max_prefix_tokens,
         }
+        if self.max_kl is not None:
+            fields |= {"max_kl": self.max_kl, "monitor_every": self.monitor_every}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
     def linker_config(self) -> dict[str, Any]:

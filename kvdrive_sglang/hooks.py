@@ -12,8 +12,10 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kv_tier.meta.errors import ConfigError
+from kv_tier.quality import divergence
 from kv_tier.steps import DecodeStep
 from kvdrive_sglang.linker import KVDriveLinker
+from kvdrive_sglang.metrics import observe_kl
 from kvdrive_sglang.plugin import is_requested
 from kvdrive_sglang.sealing import Sealer
 
@@ -23,6 +25,7 @@ STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOu
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 REQUEST_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator"
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 WEIGHT_UPDATES = (
     "update_weights_from_disk",
@@ -49,6 +52,7 @@ def targets() -> dict[str, Callable[..., Any]]:
         f"{STREAMER}.build_additional_customized_info": build_customized_info,
         f"{CONFIGURATOR}._profile_available_bytes": profile_available_bytes,
         f"{REQUEST_ROWS}.free_rows": free_rows,
+        f"{RUNNER}.forward": forward,
         f"{BEAMS}.validate_and_init": refuse_beam_search,
         **{f"{WEIGHTS}.{method}": refuse_weight_update for method in WEIGHT_UPDATES},
     }
@@ -162,6 +166,30 @@ def finish_loads(original: Any, self: Any, reqs: list[Any]) -> list[Any]:
                 req.discard_output_reason = reason
                 failed.append(req)
     return failed
+
+
+# ---- quality ------------------------------------------------------------------------------------------------
+
+
+def forward(original: Any, self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Repeat a decode step at twice the budget when the quality monitor asks for it; the answer is the first one's."""
+    output = original(self, forward_batch, *args, **kwargs)
+    backend: Any = getattr(self, "attn_backend", None)
+    monitor = getattr(backend, "monitor", None)
+    if monitor is None or not forward_batch.forward_mode.is_decode():
+        return output
+    step = backend.forward_metadata
+    due = [i for i, row in enumerate(step.rows) if monitor.is_due(row, step.store.budget)]
+    if due:
+        logits = output.logits_output.next_token_logits[due].clone()
+        with backend.shadow():
+            shadow = original(self, forward_batch, *args, **kwargs)
+        kl = divergence(shadow.logits_output.next_token_logits[due], logits).tolist()
+        for i, value in zip(due, kl, strict=True):
+            monitor.record(step.rows[i], value)
+            observe_kl(value)
+    monitor.end_step(step.rows)
+    return output
 
 
 # ---- admission and sizes ------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from kv_tier.meta.errors import ConfigError, DataDirForeign
 from kv_tier.meta.fingerprint import engine_fingerprint, tokenizer_identity, weights_identity
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore, raise_descriptor_limit
-from kv_tier.steps import Writer
 from kv_tier.store import StoreLimits, TieredStore, require_capacity
 from kvdrive_sglang.config import KVDriveConfig, config_of_linker
 from kvdrive_sglang.sizing import frames_for
@@ -27,8 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class _Writer(Protocol):
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
+
+
 class _Step(Protocol):
-    writer: Writer
+    @property
+    def writer(self) -> _Writer: ...
 
 
 class KVDrivePool(MHATokenToKVPool):
