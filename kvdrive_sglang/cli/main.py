@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from kv_tier.meta.errors import KVDriveError
 from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command
-from kvdrive_sglang.packaged_model import PackagedModelError
 
 CLIENT_PACKAGES = ("grpc", "google", "kv_services")
 
@@ -23,7 +22,7 @@ class Program(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (KVDriveError, PackagedModelError) as error:
+        except KVDriveError as error:
             Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
             raise typer.Exit(1) from error
 
