@@ -1,4 +1,4 @@
-"""kvdrive bench decode: what a token costs at 1K, 4K and 7.5K tokens, and how true sparse attention stays.
+"""kvdrive bench decode: what a token costs at 1K to 32K tokens and in a batch of 8, and how true sparse attention stays.
 
 Three engines live side by side and take turns: SGLang's ``torch_native`` backend, ``dense`` (the best dense formulation
 in plain torch that we found, ``dense_backend.py``) and ``sparse`` (ours: budget 1024, window cache x2, frames for all of
@@ -10,11 +10,16 @@ of ``torch_native``, KL the mean divergence from it in nats. The dense backend m
 is timed; its figures are the noise floor of the sparse ones (bf16 attention, sums in another order).
 
 ms_per_token is the median time between two tokens at a streaming client; attention_us, per layer, is planning and
-attention (write, select, fetch and attend) inside the scheduler, the median over the same steps.
+attention (write, select, fetch and attend) inside the scheduler, the median over the same steps. In the batch,
+ms_per_token is the time between two steps over the requests in them: 1000 over tokens per second.
+
+From 16K on (beyond the model's own 8K, its positions stretched) and in the batch, time alone is measured: prefill writes
+its KV without attending.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -43,15 +48,29 @@ SUMMARY_KEYS = (
     "dense_over_sparse",
     "attention_native_over_sparse",
     "growth_1k_7k5",
+    "growth_1k_32k",
+    "native_over_sparse_32k",
+    "dense_over_sparse_32k",
+    "batch8_over_native",
+    "batch8_over_dense",
     "agreement",
     "kl",
 )
 
 CONTEXTS = {"1K": 1000, "4K": 4000, "7.5K": 7500}
+UNATTENDED = {"16K": 16000, "32K": 32000}  # prefill without attention; one text, so that 32K goes on from 16K
+BATCH = 8
+BATCH_CONTEXT = "7.5K x 8"
+BATCH_OWN_TOKENS = 24  # of each request; the rest of the prompt is shared, as with a document
 LONGEST = "7.5K"
 BUDGET_TOKENS = 1024
 WINDOW_MULTIPLE = 2
-DRAM_BYTES = 512 << 20  # 20,000 tokens: more than any one prompt, and three engines fit into 16 GB
+CONTEXT_LENGTH = 33_000
+CAPACITY_TOKENS = 48_000  # KV of the engines that are compared with
+FLAGS = {
+    "context_length": CONTEXT_LENGTH,
+    "json_model_override_args": f'{{"max_position_embeddings": {CONTEXT_LENGTH}}}',
+}
 ROUND_TOKENS = 32
 SKIPPED_TOKENS = 4  # the first steps of a round fill the window cache
 ROUNDS = 3
@@ -72,19 +91,40 @@ def run(full: bool, progress: Progress) -> BenchResult:
             engines[name] = stack.enter_context(start(model, root / name)).wait_ready()
         fidelity = measure_fidelity(engines, tokenizer, progress)
         rounds = 2 * ROUNDS if full else ROUNDS
-        timing = measure_time(engines, prompts(tokenizer, list(CONTEXTS.values())), rounds, progress)
+        *texts, long_text, shared, own = prompts(
+            tokenizer,
+            [*CONTEXTS.values(), max(UNATTENDED.values()), CONTEXTS[LONGEST], BATCH * BATCH_OWN_TOKENS],
+        )
+        timing = measure_time(engines, dict(zip(CONTEXTS, texts, strict=True)), rounds, progress)
+        long_texts = {context: long_text[:length] for context, length in UNATTENDED.items()}
+        timing += measure_time(engines, long_texts, rounds, progress, unattended=True)
+        batch = [
+            shared[:-BATCH_OWN_TOKENS] + own[i * BATCH_OWN_TOKENS : (i + 1) * BATCH_OWN_TOKENS]
+            for i in range(BATCH)
+        ]
+        timing += measure_batch(engines, batch, rounds, progress)
     return BenchResult(NAME, timing + fidelity, summary_of(timing, fidelity))
 
 
 def start_sparse(model: Path, root: Path) -> BenchEngine:
     return start_kvdrive(
-        model, root, probed=True, budget_tokens=BUDGET_TOKENS, window_multiple=WINDOW_MULTIPLE
+        model,
+        root,
+        probed=True,
+        flags=FLAGS,
+        budget_tokens=BUDGET_TOKENS,
+        window_multiple=WINDOW_MULTIPLE,
+        device_bytes=4 << 30,
     )
 
 
 STARTS = {
-    "torch_native": lambda model, root: start_reference(model, root, probed=True),
-    "dense": start_dense,
+    "torch_native": lambda model, root: start_reference(
+        model, root, probed=True, flags={**FLAGS, "max_total_tokens": CAPACITY_TOKENS}
+    ),
+    "dense": lambda model, root: start_dense(
+        model, root, flags={**FLAGS, "max_total_tokens": CAPACITY_TOKENS}
+    ),
     "sparse": start_sparse,
 }
 
@@ -93,6 +133,8 @@ def summary_of(timing: list[dict[str, Any]], fidelity: list[dict[str, Any]]) -> 
     """Return the ratios at the longest context, the growth of sparse attention, and its mean fidelity."""
     at = {(row["context"], row["backend"]): row for row in timing}
     native, dense, sparse = (at[LONGEST, backend] for backend in STARTS)
+    native_32k, dense_32k, sparse_32k = (at["32K", backend]["ms_per_token"] for backend in STARTS)
+    native_8, dense_8, sparse_8 = (at[BATCH_CONTEXT, backend]["ms_per_token"] for backend in STARTS)
     ours = [row for row in fidelity if row["backend"] == "sparse"]
     floor = [row for row in fidelity if row["backend"] == "dense"]
     copy = next(row for row in ours if row["text"] == COPY)
@@ -102,6 +144,11 @@ def summary_of(timing: list[dict[str, Any]], fidelity: list[dict[str, Any]]) -> 
         "attention_native_over_sparse": native["attention_us"] / sparse["attention_us"],
         "attention_dense_over_sparse": dense["attention_us"] / sparse["attention_us"],
         "growth_1k_7k5": sparse["ms_per_token"] / at["1K", "sparse"]["ms_per_token"],
+        "growth_1k_32k": sparse_32k / at["1K", "sparse"]["ms_per_token"],
+        "native_over_sparse_32k": native_32k / sparse_32k,
+        "dense_over_sparse_32k": dense_32k / sparse_32k,
+        "batch8_over_native": native_8 / sparse_8,
+        "batch8_over_dense": dense_8 / sparse_8,
         "agreement": float(np.mean([row["agreement"] for row in ours])),
         "kl": float(np.mean([row["kl"] for row in ours])),
         "agreement_copy": copy["agreement"],
@@ -115,20 +162,23 @@ def summary_of(timing: list[dict[str, Any]], fidelity: list[dict[str, Any]]) -> 
 
 
 def measure_time(
-    engines: dict[str, BenchEngine], texts: list[list[int]], rounds: int, progress: Progress
+    engines: dict[str, BenchEngine],
+    texts: dict[str, list[int]],
+    rounds: int,
+    progress: Progress,
+    *,
+    unattended: bool = False,
 ) -> list[dict[str, Any]]:
     """Decode ``ROUND_TOKENS`` per engine and round, the engines in turn; the prompt is prefilled in the first round."""
     rows = []
-    for context, text in zip(CONTEXTS, texts, strict=True):
+    for context, text in texts.items():
         gaps: dict[str, list[float]] = {name: [] for name in engines}
         attention: dict[str, list[float]] = {name: [] for name in engines}
-        for engine in engines.values():
-            engine.flush()
         for number in range(rounds):
             for name, engine in engines.items():
                 progress(f"{context}: {name}, round {number + 1} of {rounds}")
                 engine.new_steps()
-                answer = engine.ask(Request(text, ROUND_TOKENS))
+                answer = engine.ask(Request(text, ROUND_TOKENS, wish={"unattended": unattended}))
                 arrivals = answer.arrivals[SKIPPED_TOKENS:]
                 gaps[name] += [b - a for a, b in pairwise(arrivals)]
                 steps = [step for step in engine.new_steps() if step.decode and answer.rid in step.rids]
@@ -142,7 +192,46 @@ def measure_time(
             }
             for name in engines
         ]
+        if not unattended:  # what was not attended goes on from its shorter self
+            for engine in engines.values():
+                engine.flush()
+    for engine in engines.values():
+        engine.flush()
     return rows
+
+
+def measure_batch(
+    engines: dict[str, BenchEngine], batch: list[list[int]], rounds: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Decode all requests together, the engines in turn; only steps with every request in them count."""
+    gaps: dict[str, list[float]] = {name: [] for name in engines}
+    attention: dict[str, list[float]] = {name: [] for name in engines}
+    requests = [Request(prompt, ROUND_TOKENS, wish={"unattended": True}) for prompt in batch]
+    with ThreadPoolExecutor(len(batch)) as pool:
+        for number in range(rounds):
+            for name, engine in engines.items():
+                progress(f"{BATCH_CONTEXT}: {name}, round {number + 1} of {rounds}")
+                if number == 0:
+                    engine.ask(Request(batch[0], 1, wish={"unattended": True}))  # the shared prefix, once
+                engine.new_steps()
+                list(pool.map(engine.ask, requests))
+                steps = [step for step in engine.new_steps() if step.decode and len(step.rids) == len(batch)]
+                if len(steps) <= SKIPPED_TOKENS + 1:
+                    raise BenchFailed(
+                        f"{name}: {len(steps)} steps held all {len(batch)} requests, too few to time"
+                    )
+                steps = steps[SKIPPED_TOKENS:]
+                gaps[name] += [b.at_s - a.at_s for a, b in pairwise(steps)]
+                attention[name] += [step.attention_us for step in steps]
+    return [
+        {
+            "context": BATCH_CONTEXT,
+            "backend": name,
+            "ms_per_token": median(gaps[name]) * 1e3 / len(batch),
+            "attention_us": median(attention[name]) / len(batch),
+        }
+        for name in engines
+    ]
 
 
 # ---- fidelity -----------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -36,12 +38,15 @@ class Wish(msgspec.Struct, frozen=True):
         forced: tokens that replace the sampled ones, from the first output on.
         logits: keep the logits of every step.
         digest: chain a hash over the attention outputs of every layer and step.
+        unattended: prefill writes its KV and attends nothing, so that long contexts can be timed without the hours
+            their prefill would take; what the model then says means nothing.
     """
 
     prompt_tokens: int
     forced: list[int] = []
     logits: bool = False
     digest: bool = False
+    unattended: bool = False
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -51,6 +56,7 @@ class Step(msgspec.Struct, frozen=True):
         decode: one new token per request.
         rids, lengths: the requests, and their tokens with the new ones.
         attention_us: planning and attention, per layer.
+        at_s: when its tokens were sampled, on the monotonic clock.
         digest: hex, over this step's attention outputs; empty unless asked for.
     """
 
@@ -58,6 +64,7 @@ class Step(msgspec.Struct, frozen=True):
     rids: list[str]
     lengths: list[int]
     attention_us: float
+    at_s: float
     digest: str = ""
 
 
@@ -71,6 +78,7 @@ class Probe:
         self._seconds = 0.0
         self._layers = 0
         self._hash: Any = None
+        self._unattended = False
         self._backend: Any = None
         self._linker: Any = None
 
@@ -80,14 +88,22 @@ class Probe:
         """Time ``init_forward_metadata`` and both forwards of an attention backend; everything else is its own."""
         self._backend = backend
         backend.init_forward_metadata = self._planned(backend.init_forward_metadata)
-        for name in ("forward_extend", "forward_decode"):
-            setattr(backend, name, self._attended(getattr(backend, name)))
+        backend.forward_decode = self._attended(backend.forward_decode)
+        backend.forward_extend = self._attended(self._maybe_unattended(backend.forward_extend))
         return backend
+
+    def _maybe_unattended(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def extended(*args: Any, **kwargs: Any) -> Any:
+            with no_attention() if self._unattended else nullcontext():
+                return call(*args, **kwargs)
+
+        return extended
 
     def _planned(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
         def planned(forward_batch: Any) -> None:
-            wishes = (self.wish(rid) for rid in forward_batch.rids or ())
+            wishes = [self.wish(rid) for rid in forward_batch.rids or ()]
             self._hash = hashlib.sha256() if any(wish and wish.digest for wish in wishes) else None
+            self._unattended = any(wish and wish.unattended for wish in wishes)
             begin = time.perf_counter()
             call(forward_batch)
             self._seconds, self._layers = time.perf_counter() - begin, 0
@@ -131,6 +147,7 @@ class Probe:
             rids=rids,
             lengths=lengths,
             attention_us=self._seconds / max(1, self._layers) * 1e6,
+            at_s=time.monotonic(),
             digest="" if self._hash is None else self._hash.hexdigest(),
         )
         self._steps.write(msgspec.json.encode(step) + b"\n")
@@ -173,6 +190,29 @@ class Probe:
         linker.sealer = Sealer(pool, backend.req_to_token_pool)
         linker.control = type(linker.control)(pool)
         linker.control.start()
+
+
+@contextmanager
+def no_attention() -> Iterator[None]:
+    """Let the products of prefill attention return zeros, in every backend that is compared."""
+    import torch
+    from sglang.srt.layers.attention import torch_native_backend
+
+    from kv_tier import attention
+    from kvdrive_sglang.bench import dense_backend
+
+    def zeros(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros_like(query)
+
+    def masked_zeros(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(query), query.new_zeros(query.shape[:-1], dtype=torch.float32)
+
+    with (
+        patch.object(torch_native_backend, "scaled_dot_product_attention", zeros),
+        patch.object(attention, "attend_masked", masked_zeros),
+        patch.object(dense_backend, "attend_masked", masked_zeros),
+    ):
+        yield
 
 
 def _bytes_dtype() -> Any:

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from kvdrive_sglang.bench import dense_backend
-from kvdrive_sglang.bench.decode import CONTEXTS, SUMMARY_KEYS, compare, divergence, summary_of
+from kvdrive_sglang.bench.decode import (
+    BATCH_CONTEXT,
+    CONTEXTS,
+    SUMMARY_KEYS,
+    UNATTENDED,
+    compare,
+    divergence,
+    summary_of,
+)
 from kvdrive_sglang.bench.dense_backend import attend_dense
 
 
@@ -34,7 +42,7 @@ def test_agreement_counts_the_most_likely_token() -> None:
 def test_the_summary_takes_ratios_at_the_longest_context() -> None:
     timing: list[dict[str, Any]] = [
         {"context": context, "backend": backend, "ms_per_token": ms * (1 + i), "attention_us": us}
-        for i, context in enumerate(CONTEXTS)
+        for i, context in enumerate([*CONTEXTS, *UNATTENDED, BATCH_CONTEXT])
         for backend, ms, us in (
             ("torch_native", 40.0, 900.0),
             ("dense", 24.0, 400.0),
@@ -52,6 +60,9 @@ def test_the_summary_takes_ratios_at_the_longest_context() -> None:
     assert summary["dense_over_sparse"] == 1.2
     assert summary["attention_native_over_sparse"] == 4.5
     assert summary["growth_1k_7k5"] == 3.0
+    assert summary["growth_1k_32k"] == 5.0
+    assert summary["native_over_sparse_32k"] == summary["batch8_over_native"] == 2.0
+    assert summary["dense_over_sparse_32k"] == summary["batch8_over_dense"] == 1.2
     assert summary["agreement"] == pytest.approx(0.95)
     assert summary["kl"] == pytest.approx(0.02)
 
