@@ -13,21 +13,18 @@ class FrameArena:
     """Hold ``num_frames`` frames; a frame is one page over all layers and KV heads.
 
     ``k[layer]`` and ``v[layer]`` are [kv_head, frame, page_size, head_dim] in the KV dtype: a page of one head
-    is contiguous, so that one row of ``rows(...)`` moves with one copy. Frame 0 is never handed out.
+    is contiguous, so that one row of ``rows(...)`` moves with one copy. Frame 0 is never handed out. ``k_all`` and
+    ``v_all`` number the rows through all layers: ``(layer * kv_heads + head) * num_frames + frame``.
     """
 
     def __init__(self, geometry: Geometry, num_frames: int, *, pin_memory: bool = False) -> None:
         self.geometry = geometry
         self.num_frames = num_frames
         shape = (geometry.num_kv_heads, num_frames, geometry.page_size, geometry.head_dim)
-        self.k = [
-            torch.zeros(shape, dtype=geometry.dtype, pin_memory=pin_memory)
-            for _ in range(geometry.num_layers)
-        ]
-        self.v = [
-            torch.zeros(shape, dtype=geometry.dtype, pin_memory=pin_memory)
-            for _ in range(geometry.num_layers)
-        ]
+        whole = (geometry.num_layers, *shape)
+        k, v = (torch.zeros(whole, dtype=geometry.dtype, pin_memory=pin_memory) for _ in range(2))
+        self.k, self.v = list(k), list(v)
+        self.k_all, self.v_all = k.view(-1, geometry.page_elements), v.view(-1, geometry.page_elements)
         self.k_rows = [k.view(-1, geometry.page_elements) for k in self.k]
         self.v_rows = [v.view(-1, geometry.page_elements) for v in self.v]
         self.k_tokens = [k.view(-1, geometry.head_dim) for k in self.k]

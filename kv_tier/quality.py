@@ -131,6 +131,6 @@ class ShadowStep:
         )
         k = torch.empty(len(pages), geometry.page_elements, dtype=geometry.dtype)
         v = torch.empty(len(pages), geometry.page_elements, dtype=geometry.dtype)
-        self.store.read_misses(layer, pages, [state], k, v)
+        self.store.fetcher.read_misses(layer, pages, [state], k, v)
         shape = (heads, -1, geometry.head_dim)
         return k.view(shape), v.view(shape)

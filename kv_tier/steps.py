@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from kv_tier.attention import ExactAttention, attend_masked, causal_mask
+from kv_tier.layer_stream import LayerStream
 from kv_tier.page_table import PageTable
 from kv_tier.request import Row
 from kv_tier.selection import score_pages, select_pages
-from kv_tier.store import LayerStream, TieredStore
-from kv_tier.within_budget import CoveredRow, SparseBatch, fetch_selected, gather
+from kv_tier.store import TieredStore
+from kv_tier.within_budget import CoveredRow, SparseBatch, fetch_selected, gather, warm_up
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def page_means(keys: torch.Tensor) -> torch.Tensor:
     return (part[:, :, 0] / size).to(keys.dtype)
 
 
+def tile_pages(row: Row, plan: ExactAttention, size: int) -> list[np.ndarray]:
+    """Return the logical pages of each tile of an exact attention."""
+    return [row.pages[begin // size : -(-end // size)].numpy() for begin, end in plan.tiles]
+
+
 def mark_exactness(table: PageTable, row: Row, size: int, sparse: bool) -> None:
     """A page is exact if its KV, and all before it, came from exact attention."""
     pages = row.pages.numpy()
@@ -127,7 +133,7 @@ class ExtendStep:
         ]
         self._count_prefixes()
         self.plans: list[ExactAttention | torch.Tensor] = []  # a mask where sparse
-        streamed = [np.zeros(0, dtype=np.int64)]
+        streamed: list[np.ndarray] = []
         for row, sparse in zip(rows, self.sparse, strict=True):
             mark_exactness(store.table, row, size, sparse)
             count = row.num_tokens - row.prefix_tokens
@@ -139,9 +145,10 @@ class ExtendStep:
                 self.plans.append(torch.cat([selected, mask], dim=1))
                 streamed.append(row.pages[first:].numpy())
             else:
-                self.plans.append(ExactAttention(row.prefix_tokens, count, geometry.dtype))
-                streamed.append(row.pages.numpy())
-        self.stream = LayerStream(store, np.concatenate(streamed), keep=True)
+                plan = ExactAttention(row.prefix_tokens, count, geometry.dtype)
+                self.plans.append(plan)
+                streamed += tile_pages(row, plan, size)
+        self.stream = LayerStream(store, streamed, keep=True)
 
     def _count_prefixes(self) -> None:
         """Count once per request where its prefix was found."""
@@ -185,6 +192,8 @@ class ExtendStep:
                 out[begin:end] = self._attend_sparse(layer, row, query[begin:end], plan, scale)
             else:
                 out[begin:end] = self._attend_exact(layer, row, query[begin:end], plan, scale)
+            exact = not isinstance(plan, torch.Tensor)
+            warm_up(self.store, layer, row, query[begin:end], scale, from_ssd=exact)
             begin = end
         if layer == self.store.geometry.num_layers - 1:
             self._finish()
@@ -195,9 +204,9 @@ class ExtendStep:
     ) -> torch.Tensor:
         size = self.store.geometry.page_size
         result = query
-        for number, (begin, end) in enumerate(plan.tiles):
-            k, v = self.stream.gather(layer, row.pages[begin // size : -(-end // size)].numpy())
-            k, v = (t.flatten(1, 2)[:, : end - begin] for t in (k, v))
+        for number, pages in enumerate(tile_pages(row, plan, size)):
+            begin, end = plan.tiles[number]
+            k, v = (t.flatten(1, 2)[:, : end - begin] for t in self.stream.gather(layer, pages))
             result = plan.attend(query, number, k, v, scale)
         return result
 
@@ -260,8 +269,9 @@ class DecodeStep:
             (torch.tensor(chosen), SparseBatch(store, [rows[i] for i in chosen], store.budget.scaled(factor)))
             for factor, chosen in sparse.items()
         ]
-        streamed = [rows[i].pages.numpy() for i in self.everything]
-        self.stream = LayerStream(store, np.concatenate(streamed or [np.zeros(0, dtype=np.int64)]), keep=True)
+        size = store.geometry.page_size
+        streamed = [pages for i, plan in self.everything.items() for pages in tile_pages(rows[i], plan, size)]
+        self.stream = LayerStream(store, streamed, keep=True)
 
     def attend(
         self,
@@ -297,9 +307,9 @@ class DecodeStep:
     ) -> torch.Tensor:
         size = self.store.geometry.page_size
         result = query
-        for number, (begin, end) in enumerate(plan.tiles):
-            k, v = self.stream.gather(layer, row.pages[begin // size : -(-end // size)].numpy())
-            k, v = (t.flatten(1, 2)[:, : end - begin] for t in (k, v))
+        for number, pages in enumerate(tile_pages(row, plan, size)):
+            begin, end = plan.tiles[number]
+            k, v = (t.flatten(1, 2)[:, : end - begin] for t in self.stream.gather(layer, pages))
             result = plan.attend(query, number, k, v, scale)
         return result[0]
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kv_tier.clusters import cluster_pages
+from kv_tier.fetch import Fetcher
 from kv_tier.frames import DUMMY_FRAME, FrameArena
 from kv_tier.geometry import Geometry
+from kv_tier.layer_stream import LayerStream
 from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
 from kv_tier.meta.page_keys import page_keys
+from kv_tier.meta.read_engine import ReadPath, choose_read_path
 from kv_tier.meta.span_file import SpanFile, SpanParts
+from kv_tier.modes import FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.request import DeviceIndex, RequestState
 from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
-from kv_tier.window import Misses, Window, WindowCaches
+from kv_tier.staging import Staging
+from kv_tier.window import Window, WindowCaches
 
 logger = logging.getLogger(__name__)
 
 READ_THREADS = 3
 PAGES_PER_CLUSTER = 8
 SPILL_PAGES = 128
-
-_Read = tuple[int, Exception | None]  # bytes read, and what failed
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Counters:
     """Count what an operator wants to see; all only grow."""
 
     bytes_read: int = 0
+    bytes_prefetched: int = 0
     reads: int = 0
     pages_lost: int = 0
     pages_attached: int = 0
@@ -71,9 +75,24 @@ class TieredStore:
     """Own page table, frames, spans and the device memory of the running requests.
 
     Not thread-safe: the scheduler's thread calls everything but what ``spans`` documents as safe elsewhere.
+
+    Args:
+        fetch_mode: how decode steps read from SSD; never changes a number.
+        read_path: how the data directory is read, owned from now on; probed when None.
+        warm_up: place pages by importance at the end of a prompt.
     """
 
-    def __init__(self, geometry: Geometry, limits: StoreLimits, budget: Budget, spans: SpanStore) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        limits: StoreLimits,
+        budget: Budget,
+        spans: SpanStore,
+        *,
+        fetch_mode: FetchMode = "balanced",
+        read_path: ReadPath | None = None,
+        warm_up: bool = True,
+    ) -> None:
         self.geometry = geometry
         self.limits = limits
         self.budget = budget
@@ -85,7 +104,12 @@ class TieredStore:
         self.counters = Counters()
         self.clock = 0
         self.pinned = np.zeros(limits.num_pages, dtype=bool)
-        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvdrive-reader")
+        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvdrive-layers")
+        self.staging = Staging(geometry, limits.num_pages, limits.num_frames)
+        if read_path is None:
+            read_path = choose_read_path(spans.data_dir.spans_fd)
+            logger.info("spans are read by %s", read_path.reason)
+        self.fetcher = Fetcher(self, read_path, fetch_mode, warm_up=warm_up)
         self._requests: dict[int, RequestState] = {}
         self.windows: WindowCaches | None = None
         if budget.pages is not None:
@@ -147,6 +171,8 @@ class TieredStore:
     def release_pages(self, pages: np.ndarray) -> None:
         """End the life of logical pages ([n] int64): SGLang took them back."""
         pages = pages[pages != 0]
+        self.fetcher.settle()
+        self.staging.forget(pages)
         held = self.table.frames[pages]
         self.frames.free(held[held > DUMMY_FRAME].tolist())
         self._detach(pages)
@@ -157,8 +183,10 @@ class TieredStore:
         self.table.span_of[pages] = NOWHERE
         for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
             if handle != NOWHERE:
-                self.spans.release(self.span_files[handle], count)
+                span = self.span_files[handle]
+                self.spans.release(span, count)
                 if not (self.table.span_of == handle).any():
+                    span.release_tables()
                     del self.span_files[handle]
 
     def _bind(self, pages: np.ndarray, span: SpanFile, ordinals: np.ndarray) -> None:
@@ -197,21 +225,36 @@ class TieredStore:
             self.pinned[pages] = False
         self.clock += 1
         self.table.stamp[pages] = self.clock
+        self.fetcher.grow_staging()
 
     def reserve_frames(self, count: int) -> bool:
-        """Free frames until ``count`` are there: sealed pages leave first, then unsealed ones are spilled.
+        """Free frames until ``count`` are there: sealed pages and staged copies leave first, then unsealed pages are
+        spilled.
 
         Returns:
             Whether ``count`` frames are free now. Pages marked ``pinned`` stay.
         """
         self.collect_sealed()
-        while self.frames.num_free < count:
-            if self._evict_frames(count - self.frames.num_free):
-                continue
+        while not self.free_frames(count):
             if self.spans.num_outstanding:
                 self.collect_sealed(wait_s=30.0)
             elif not self._spill():
                 return False
+        return True
+
+    def free_frames(self, count: int) -> bool:
+        """Free frames until ``count`` are there, giving up only what SSD holds too; whether they are."""
+        if self.frames.num_free < count:
+            self._evict_frames(count - self.frames.num_free)
+        while self.frames.num_free < count and self.staging.frames:
+            self.frames.free([self.staging.give_back()])
+        return self.frames.num_free >= count
+
+    def lend_frame(self) -> bool:
+        """Let staging have a frame, of the sealed page that was used least recently if none is free; whether it got one."""
+        if self.frames.num_free == 0 and self._evict_frames(1) == 0:
+            return False
+        self.staging.lend(self.frames.alloc(1)[0])
         return True
 
     def _evict_frames(self, count: int) -> int:
@@ -306,7 +349,7 @@ class TieredStore:
             geometry.head_dim,
         )
         packed = torch.empty(shape, dtype=geometry.dtype)
-        stream = LayerStream(self, pages)
+        stream = LayerStream(self, [pages])
         for layer in range(geometry.num_layers):
             k, v = stream.gather(layer, pages)
             for source, half in ((k, 0), (v, 1)):
@@ -371,7 +414,7 @@ class TieredStore:
         The rest of the span is read once, so that one retry knows all that is gone. Pages that are in frames are sound
         and no longer depend on the file.
         """
-        ordinals = sorted({*ordinals, *(() if span.bad_pages else _unreadable(span))})
+        ordinals = sorted({*ordinals, *(() if span.bad_pages else _unreadable(span, self.fetcher.path))})
         new = self.spans.mark_bad(span, ordinals)
         self.counters.pages_lost += new
         logger.error("%d pages of span %d are lost and will be recomputed: %s", new, span.span_id, reason)
@@ -388,95 +431,11 @@ class TieredStore:
         if frame > DUMMY_FRAME:
             self.frames.free([frame])
         self._detach(np.array([target]))
+        self.staging.forget(np.array([source, target]))
         self.table.move(source, target)
         self.counters.pages_healed += 1
 
-    # ---- reading --------------------------------------------------------------------------------------------
-
-    def read_misses(
-        self,
-        layer: int,
-        misses: Misses,
-        states: Sequence[RequestState],
-        k_out: torch.Tensor,
-        v_out: torch.Tensor,
-    ) -> None:
-        """Fetch single pages of single heads: from frames where they are, else from spans.
-
-        Args:
-            misses: what to fetch.
-            states: the requests of the batch; who needs a page that is lost is failed.
-            k_out, v_out: [miss, page_size * head_dim], filled in order.
-        """
-        if len(states) == 1:
-            pages = states[0].pages.numpy()[misses.ordinal]
-        else:
-            pages = np.stack([state.pages.numpy() for state in states])[misses.request, misses.ordinal]
-        frames = self.table.frames[pages]
-        rows = torch.from_numpy(misses.head * self.frames.num_frames + np.maximum(frames, DUMMY_FRAME))
-        torch.index_select(self.frames.k_rows[layer], 0, rows, out=k_out)
-        torch.index_select(self.frames.v_rows[layer], 0, rows, out=v_out)
-        if frames.min() < 0:
-            for request in np.unique(misses.request[frames < 0]).tolist():
-                away = np.flatnonzero((frames < 0) & (misses.request == request))
-                self._read_spans(
-                    layer,
-                    misses.head[away],
-                    pages[away],
-                    states[request],
-                    k_out,
-                    v_out,
-                    torch.from_numpy(away),
-                )
-
-    def _read_spans(
-        self,
-        layer: int,
-        heads: np.ndarray,
-        pages: np.ndarray,
-        state: RequestState,
-        k_out: torch.Tensor,
-        v_out: torch.Tensor,
-        places: torch.Tensor,
-    ) -> None:
-        """Read pages from their spans, one job per (span, head); lost pages come back as zeros."""
-        geometry = self.geometry
-        shape = (2, geometry.page_size, geometry.head_dim)
-        raw = torch.zeros((len(pages), *shape), dtype=geometry.dtype)
-        bits = _bits(raw)
-        handles = self.table.span_of[pages]
-        jobs = []
-        for handle, head in sorted({*zip(handles.tolist(), heads.tolist(), strict=True)}):
-            chosen = np.flatnonzero((handles == handle) & (heads == head))
-            if handle == NOWHERE:
-                self.fail(
-                    [state], "LOST_PAGE: a page of this sequence could not be read and is recomputed on retry"
-                )
-                continue
-            span = self.span_files[handle]
-            ordinals = self.table.ordinal_of[pages[chosen]]
-            jobs.append(
-                (
-                    span,
-                    chosen,
-                    self.readers.submit(_read_pages, span, layer, head, ordinals, shape, bits.dtype),
-                )
-            )
-        for span, chosen, job in jobs:
-            data, num_bytes, error = job.result()
-            bits[chosen] = data
-            self.counters.bytes_read += num_bytes
-            self.counters.reads += 1
-            state.figures.bytes_read += num_bytes
-            if error is not None:
-                ordinals = self.table.ordinal_of[pages[chosen]]
-                self.lose(span, _bad_ordinals(error, ordinals), error)
-                self.fail(
-                    [state],
-                    "LOST_PAGE: a page of this sequence failed its checksum and is recomputed on retry",
-                )
-        k_out[places] = raw[:, 0].reshape(len(pages), -1)
-        v_out[places] = raw[:, 1].reshape(len(pages), -1)
+    # ---- figures --------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
         geometry = self.geometry
@@ -485,7 +444,10 @@ class TieredStore:
             "frames_total": self.frames.num_usable,
             "frames_free": self.frames.num_free,
             "pages_lost_now": int(self.table.lost.sum()),
-            "dram_bytes": self.frames.num_frames * geometry.page_bytes + self.table.num_bytes,
+            "frames_staging": len(self.staging.frames),
+            "dram_bytes": self.frames.num_frames * geometry.page_bytes
+            + self.table.num_bytes
+            + self.staging.bytes_for(geometry, self.limits.num_pages, self.limits.num_frames),
             "device_bytes": device * self.device_bytes_per_request() if self.budget.pages is not None else 0,
             "requests": len(self._requests),
             **self.spans.gauges(),
@@ -499,8 +461,10 @@ class TieredStore:
 
     def check_integrity(self) -> None:
         """Assert that frames, page table and attachments agree."""
+        self.fetcher.settle()
+        self.staging.check_integrity()
         held = self.table.frames[self.table.frames > DUMMY_FRAME]
-        self.frames.check_integrity(held.tolist())
+        self.frames.check_integrity([*held.tolist(), *self.staging.frames])
         handles, counts = np.unique(self.table.span_of[self.table.span_of != NOWHERE], return_counts=True)
         assert set(handles.tolist()) == set(self.span_files), "attached spans and page table disagree"
         for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
@@ -512,149 +476,11 @@ class TieredStore:
     def close(self) -> None:
         """Let the writer finish and close every file."""
         self.readers.shutdown()
+        self.fetcher.close()
         self.spans.close()
         self.collect_sealed()
         for span in self.span_files.values():
             span.close()
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where a reader thread puts pages: rows ``at`` ([kv_head * page] int64) of ``k`` and ``v``."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    at: torch.Tensor
-
-
-class LayerStream:
-    """Bring the pages that have no frame from their spans, one layer after another, ahead of the layer in use.
-
-    Where frames are free, the bytes stay in them (the pages are resident afterwards); otherwise they are staged for
-    one layer. Pages that cannot be read are zeros and are listed in ``lost_pages`` ({logical page}).
-    """
-
-    AHEAD = 4
-
-    def __init__(self, store: TieredStore, pages: np.ndarray, *, keep: bool = False) -> None:
-        self.store = store
-        table = store.table
-        self.lost_pages: set[int] = {int(p) for p in pages[table.lost[pages]]}
-        self.bytes_read = 0
-        away = (table.frames[pages] == NOWHERE) & (table.span_of[pages] != NOWHERE)
-        self._away = np.unique(pages[away])
-        self._arrived = -1
-        self._jobs: dict[int, list[tuple[SpanFile, np.ndarray, np.ndarray, Future[_Read]]]] = {}
-        self._frame_of = table.frame_of
-        self._frames: torch.Tensor | None = None
-        if len(self._away):
-            if keep and self._can_keep(pages):
-                self._frames = torch.tensor(store.frames.alloc(len(self._away)), dtype=torch.int64)
-                self._frame_of = table.frame_of.clone()
-                self._frame_of[torch.from_numpy(self._away)] = self._frames
-            else:
-                self._place = np.full(store.limits.num_pages, NOWHERE, dtype=np.int64)
-                self._place[self._away] = np.arange(len(self._away))
-                geometry = store.geometry
-                shape = (geometry.num_kv_heads, len(self._away), geometry.page_size, geometry.head_dim)
-                self._staging = [
-                    (torch.zeros(shape, dtype=geometry.dtype), torch.zeros(shape, dtype=geometry.dtype))
-                    for _ in range(self.AHEAD)
-                ]
-
-    def _can_keep(self, pages: np.ndarray) -> bool:
-        """Whether frames for every page on its way can be had without spilling."""
-        store, count = self.store, len(self._away)
-        store.pinned[pages] = True
-        try:
-            if store.frames.num_free < count:
-                store._evict_frames(count - store.frames.num_free)
-        finally:
-            store.pinned[pages] = False
-        return store.frames.num_free >= count
-
-    def _destination(self, layer: int, chosen: np.ndarray) -> _Rows:
-        frames, index = self.store.frames, torch.from_numpy(chosen)
-        if self._frames is not None:
-            at = frames.head_base[:, None] + self._frames[index]
-            return _Rows(frames.k_rows[layer], frames.v_rows[layer], at.view(-1))
-        k, v = self._staging[layer % self.AHEAD]
-        at = (torch.arange(k.shape[0]) * k.shape[1])[:, None] + index
-        return _Rows(
-            k.view(-1, self.store.geometry.page_elements),
-            v.view(-1, self.store.geometry.page_elements),
-            at.view(-1),
-        )
-
-    def _request(self, layer: int) -> None:
-        if layer in self._jobs or layer >= self.store.geometry.num_layers:
-            return
-        store, jobs = self.store, []
-        handles = store.table.span_of[self._away]
-        for handle in np.unique(handles).tolist():
-            chosen = np.flatnonzero(handles == handle)
-            span, ordinals = store.span_files[handle], store.table.ordinal_of[self._away[chosen]]
-            into = self._destination(layer, chosen)
-            job = store.readers.submit(_read_layer, span, layer, ordinals, store.geometry.dtype, into)
-            jobs.append((span, chosen, ordinals, job))
-        self._jobs[layer] = jobs
-
-    def _arrive(self, layer: int) -> None:
-        """Wait for a layer; later ones are on their way then, one staging buffer each."""
-        if len(self._away) == 0 or layer == self._arrived:
-            return
-        for ahead in range(layer, layer + self.AHEAD):
-            self._request(ahead)
-        store = self.store
-        for span, chosen, ordinals, job in self._jobs.pop(layer):
-            num_bytes, error = job.result()
-            self.bytes_read += num_bytes
-            store.counters.bytes_read += num_bytes
-            store.counters.reads += 1
-            if error is not None:
-                bad = _bad_ordinals(error, ordinals)
-                store.lose(span, bad, error)
-                self.lost_pages.update(self._away[chosen][np.isin(ordinals, bad)].tolist())
-        self._arrived = layer
-
-    def gather(self, layer: int, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of ``pages``: each [kv_head, n, page_size, head_dim], owned by the caller."""
-        store = self.store
-        self._arrive(layer)
-        frames = self._frame_of[torch.from_numpy(pages)]
-        at = frames.clamp(min=DUMMY_FRAME)
-        k = store.frames.k[layer].index_select(1, at)
-        v = store.frames.v[layer].index_select(1, at)
-        missing = (frames < 0).nonzero().view(-1)
-        if missing.numel():
-            self._fill_staged(layer, pages[missing.numpy()], missing, k, v)
-        return k, v
-
-    def _fill_staged(
-        self, layer: int, pages: np.ndarray, missing: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Complete what frames do not hold: staged pages, and zeros for pages that are nowhere."""
-        staged = len(self._away) > 0 and self._frames is None
-        places = self._place[pages] if staged else np.full(len(pages), NOWHERE)
-        found = torch.from_numpy(places >= 0)
-        if bool(found.any()):
-            here = torch.from_numpy(places)[found]
-            for out, source in zip((k, v), self._staging[layer % self.AHEAD], strict=True):
-                out.index_copy_(1, missing[found], source.index_select(1, here))
-        if not bool(found.all()):
-            k[:, missing[~found]] = 0
-            v[:, missing[~found]] = 0
-
-    def finish(self) -> None:
-        """Make the kept pages resident after the last layer; lost ones give their frame back."""
-        if self._frames is None:
-            return
-        frames = self._frames.numpy()
-        good = np.array([page not in self.lost_pages for page in self._away.tolist()])
-        self.store.table.frames[self._away[good]] = frames[good]
-        self.store.frames.free(frames[~good].tolist())
-        self.store.table.stamp[self._away] = self.store.clock
-        self._frames = None
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
@@ -664,67 +490,15 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int32).numpy().view(np.uint32)
 
 
-def _bad_ordinals(error: Exception, ordinals: np.ndarray) -> list[int]:
-    """Return which of ``ordinals`` an error makes unreadable: the ones it names, or all."""
-    named = getattr(error, "bad_pages", None)
-    return [int(o) for o in (named if named else ordinals)]
-
-
-def _unreadable(span: SpanFile) -> set[int]:
+def _unreadable(span: SpanFile, path: ReadPath) -> set[int]:
     """Read a whole span and return the ordinals of the pages that fail."""
     bad: set[int] = set()
     for layer in range(span.header.num_layers):
         try:
-            span.read_layer(layer)
+            span.read_layer(layer, path=path)
         except (CorruptExtentError, ExtentIoError) as error:
-            bad.update(_bad_ordinals(error, np.arange(span.header.num_pages)))
+            bad.update(getattr(error, "bad_pages", None) or range(span.header.num_pages))
     return bad
-
-
-def _read_layer(span: SpanFile, layer: int, ordinals: np.ndarray, dtype: torch.dtype, into: _Rows) -> _Read:
-    """Read one layer of a span on a reader thread, in the order of ``ordinals``.
-
-    Args:
-        into: the rows that receive the pages, head after head; what fails is zeros.
-
-    Returns:
-        (bytes read, error or None).
-    """
-    header = span.header
-    error: Exception | None = None
-    num_bytes = 0
-    try:
-        data = span.read_layer(layer)
-        places = span.place_of[layer][:, ordinals].astype(np.int64)
-        num_bytes = data.nbytes
-    except (CorruptExtentError, ExtentIoError) as failed:
-        error = failed
-        shape = (header.num_kv_heads, len(ordinals), 2, header.page_size, header.head_dim)
-        data = np.zeros(shape, dtype=span.bits_dtype)
-        for head in range(header.num_kv_heads):
-            data[head], _, _ = _read_pages(span, layer, head, ordinals, shape[2:], data.dtype)
-        places = np.tile(np.arange(len(ordinals)), (header.num_kv_heads, 1))
-    signed = data.view(np.int16 if data.itemsize == 2 else np.int32)
-    pages = torch.from_numpy(signed).view(dtype).view(-1, header.page_size * header.head_dim)
-    first = (torch.arange(header.num_kv_heads) * data.shape[1])[:, None]
-    rows = (2 * (torch.from_numpy(places) + first)).flatten()
-    into.k.index_copy_(0, into.at, pages.index_select(0, rows))
-    into.v.index_copy_(0, into.at, pages.index_select(0, rows + 1))
-    return num_bytes, error
-
-
-def _read_pages(
-    span: SpanFile, layer: int, head: int, ordinals: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
-) -> tuple[np.ndarray, int, Exception | None]:
-    """Read single pages of one head of a span; what fails is zeros and named by the error."""
-    out = np.zeros((len(ordinals), *shape), dtype=dtype)
-    try:
-        return out, span.read_pages(layer, head, ordinals.tolist(), out), None
-    except (CorruptExtentError, ExtentIoError) as error:
-        for place, ordinal in enumerate(ordinals.tolist()):
-            if ordinal in _bad_ordinals(error, ordinals):
-                out[place] = 0
-        return out, 0, error
 
 
 def require_capacity(limits: StoreLimits, geometry: Geometry, chunk_tokens: int) -> None:

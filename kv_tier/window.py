@@ -146,6 +146,44 @@ class Window:
             page_of[self.row, slots[slots != ABSENT]] = ABSENT
             slot_of[self.row][:, ordinals] = ABSENT
 
+    def retain(self, layer: int, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keep of a layer only ``wanted``, as many of each head's leading ones as it has slots.
+
+        Args:
+            wanted: [kv_head, n] int64 ordinals, best first.
+
+        Returns:
+            (heads, ordinals) [n] int64 of those that are absent, head after head.
+        """
+        caches = self.caches
+        slot_of, page_of = caches.slot_of[layer][self.row], caches.page_of[layer][self.row]
+        keep = np.arange(wanted.shape[1]) < caches.num_slots[layer][:, None]
+        heads = np.broadcast_to(np.arange(len(wanted))[:, None], wanted.shape)[keep]
+        ordinals = wanted[keep]
+        others = slot_of != ABSENT
+        others[heads, ordinals] = False
+        page_of[slot_of[others]] = ABSENT
+        slot_of[others] = ABSENT
+        absent = slot_of[heads, ordinals] == ABSENT
+        return heads[absent], ordinals[absent]
+
+    def place(self, layer: int, heads: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
+        """Give empty slots to absent pages ([n] head, ascending, and ordinal); return the rows of ``k[layer]``."""
+        caches = self.caches
+        slot_of, page_of = caches.slot_of[layer][self.row], caches.page_of[layer][self.row]
+        first = caches.first_slot[layer]
+        counts = np.bincount(heads, minlength=len(first) - 1)
+        empty = [
+            first[h] + np.flatnonzero(page_of[first[h] : first[h + 1]] == ABSENT)[:n]
+            for h, n in enumerate(counts.tolist())
+        ]
+        slots = np.concatenate(empty)
+        assert len(slots) == len(heads), (len(slots), len(heads))
+        slot_of[heads, ordinals] = slots
+        page_of[slots] = ordinals
+        rows: np.ndarray = self.row * int(first[-1]) + slots
+        return rows
+
     def take_counts(self) -> tuple[int, int]:
         """Return (hits, misses) since the last call and add them to the totals per (layer, KV head)."""
         caches = self.caches

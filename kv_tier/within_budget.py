@@ -15,6 +15,8 @@ from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget, score_pages, select_pages
 from kv_tier.store import TieredStore
 
+WARM_UP_QUERIES = 32  # of a prompt's end
+
 
 def fetch_selected(
     store: TieredStore,
@@ -37,15 +39,38 @@ def fetch_selected(
     assert windows is not None
     rows = np.array([state.window.row for state in states if state.window is not None])
     at, misses = windows.admit(layer, rows, selected.numpy(), None if scores is None else scores.numpy())
-    if len(misses):
+    if len(misses) or store.fetcher.mode == "layerwise":
         shape = (len(misses), store.geometry.page_elements)
         k = torch.empty(shape, dtype=store.geometry.dtype)
         v = torch.empty(shape, dtype=store.geometry.dtype)
-        store.read_misses(layer, misses, states, k, v)
+        store.fetcher.read_misses(layer, misses, states, k, v)
         into = torch.from_numpy(misses.at)
         windows.k[layer].index_copy_(0, into, k)
         windows.v[layer].index_copy_(0, into, v)
+    if scores is not None:
+        store.fetcher.look_ahead(layer, states, selected, scores)
     return torch.from_numpy(at)
+
+
+def warm_up(
+    store: TieredStore, layer: int, row: Row, query: torch.Tensor, scale: float, *, from_ssd: bool
+) -> None:
+    """Place a prompt's pages by the attention of its last queries (paper 7.1); decides no number.
+
+    Args:
+        query: [token, kv_head, group, head_dim] of the new tokens.
+        from_ssd: also read what DRAM lacks; False after a sparse append, which reads only what it attends.
+    """
+    state, budget = row.state, store.budget
+    num_pages = row.num_tokens // store.geometry.page_size
+    if not store.fetcher.warm_up or budget.covers(num_pages):
+        return
+    _, index = store.device_memory(state)
+    means = index.extend_to(layer, num_pages, state.pages, store.table)
+    local = min(budget.first_local_page(row.num_tokens), num_pages)
+    last = query[-WARM_UP_QUERIES:].permute(1, 0, 2, 3).flatten(1, 2)
+    scores = score_pages(last, means, num_pages, local, budget, scale)
+    store.fetcher.warm(layer, state, scores, from_ssd=from_ssd)
 
 
 def gather(store: TieredStore, layer: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kv_tier.meta.errors import ConfigError
+from kv_tier.modes import FetchMode
 
 CONFIG_ENV = "KVDRIVE_CONFIG"
 LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
@@ -27,13 +28,15 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         data_dir: directory of spans, control socket and locks; one engine owns it.
         budget_tokens: positions one (layer, KV head) attends per step, or "all" for full attention.
         window_multiple: window cache size as a multiple of the budget.
+        fetch_mode: how decode reads pages that are on SSD: "balanced", "hierarchical", "blockwise" or "layerwise"
+            (docs/decode_step.md); never changes an answer.
         num_sink_tokens, local_window_tokens: always attended, inside the budget.
         stretch_tokens: positions per stretch (clustering, spans).
         append: "exact", "sparse" or "auto": how new tokens after a prefix attend.
         append_sparse_max_tokens, append_exact_max_prefix_tokens: the token counts "auto" and "sparse" decide by.
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
         device_bytes: window caches and indexes of the running requests.
-        dram_bytes: frames, page means and tables.
+        dram_bytes: frames, page means, tables and read buffers.
         ssd_bytes: span files.
         logical_tokens: positions that may run or stay in the tree at once; 0 takes four times the frames.
         monitor_every: the quality monitor repeats a decode step at twice the budget when the sequence length is a
@@ -47,6 +50,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     data_dir: str
     budget_tokens: Positive | Literal["all"] = 1024
     window_multiple: Positive = 2
+    fetch_mode: FetchMode = "balanced"
     num_sink_tokens: NotNegative = 4
     local_window_tokens: Positive = 64
     stretch_tokens: Positive = 1024

@@ -163,7 +163,7 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
             f"{config.data_dir} holds {spans.num_foreign} spans of another model, layout or format; name another "
             f"data_dir, delete them, or drop strict_data_dir"
         )
-    store = TieredStore(geometry, limits, budget, spans)
+    store = TieredStore(geometry, limits, budget, spans, fetch_mode=config.fetch_mode)
     if budget.pages is not None and store.device_bytes_per_request() * max_requests > config.device_bytes:
         raise ConfigError(
             f"device_bytes={config.device_bytes} does not hold the window caches and indexes of {max_requests} "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from kv_tier.fetch import ROUND_BYTES
 from kv_tier.geometry import Geometry
+from kv_tier.layer_stream import stream_bytes
 from kv_tier.meta.errors import ConfigError
+from kv_tier.staging import Staging
 from kvdrive_sglang.config import KVDriveConfig
 
 LOGICAL_OVER_FRAMES = 4  # what may run or stay in the tree at once, as a multiple of what DRAM holds
 TABLE_BYTES_PER_PAGE = 8 * 6 + 2  # columns of the page table beside the page means
+SPAN_TABLE_BYTES_PER_PAIR = 10  # order, inverse order and cluster (2 each), checksum (4) of an attached page
 
 
 def logical_pages_for(config: KVDriveConfig, geometry: Geometry, least_tokens: int) -> int:
@@ -18,25 +22,42 @@ def logical_pages_for(config: KVDriveConfig, geometry: Geometry, least_tokens: i
     """
     if config.logical_tokens:
         return geometry.num_pages(config.logical_tokens)
-    frames = config.dram_bytes // (geometry.page_bytes + LOGICAL_OVER_FRAMES * _table_bytes(geometry))
+    tables = LOGICAL_OVER_FRAMES * _table_bytes(geometry)
+    frames = max(0, config.dram_bytes - buffer_bytes(geometry)) // (_frame_bytes(geometry) + tables)
     return max(LOGICAL_OVER_FRAMES * frames, geometry.num_pages(least_tokens))
 
 
 def frames_for(config: KVDriveConfig, geometry: Geometry, num_pages: int) -> int:
-    """Return how many frames ``dram_bytes`` holds beside the page means and tables of ``num_pages`` logical pages.
+    """Return how many frames ``dram_bytes`` holds beside the tables of ``num_pages`` logical pages and the buffers.
 
     Raises:
-        ConfigError: the tables alone do not fit.
+        ConfigError: tables and buffers alone do not fit.
     """
-    tables = num_pages * _table_bytes(geometry)
-    frames = (config.dram_bytes - tables) // geometry.page_bytes
+    beside = dram_bytes_for(0, num_pages, geometry)
+    frames = (config.dram_bytes - beside) // _frame_bytes(geometry)
     if frames < 2:
         raise ConfigError(
-            f"dram_bytes={config.dram_bytes} does not hold the page means and tables of {num_pages} logical pages "
-            f"({tables} bytes): raise dram_bytes or lower logical_tokens"
+            f"dram_bytes={config.dram_bytes} does not hold the page means and tables of {num_pages} logical pages and "
+            f"the read buffers ({beside} bytes): raise dram_bytes or lower logical_tokens"
         )
     return min(frames, num_pages + 1)
 
 
+def dram_bytes_for(frames: int, num_pages: int, geometry: Geometry) -> int:
+    """Return the ``dram_bytes`` that hold ``frames`` frames, the tables of ``num_pages`` pages and the buffers."""
+    return frames * _frame_bytes(geometry) + num_pages * _table_bytes(geometry) + buffer_bytes(geometry)
+
+
+def buffer_bytes(geometry: Geometry) -> int:
+    """Return what reading may hold at once: the tiles of one stream, a batch on demand and one ahead of it."""
+    return stream_bytes(geometry) + 2 * ROUND_BYTES
+
+
+def _frame_bytes(geometry: Geometry) -> int:
+    return geometry.page_bytes + Staging.bytes_for(geometry, 0, 1)
+
+
 def _table_bytes(geometry: Geometry) -> int:
-    return geometry.mean_bytes + TABLE_BYTES_PER_PAGE
+    pairs = geometry.num_layers * geometry.num_kv_heads
+    tables = TABLE_BYTES_PER_PAGE + SPAN_TABLE_BYTES_PER_PAIR * pairs
+    return geometry.mean_bytes + tables + Staging.bytes_for(geometry, 1, 0)

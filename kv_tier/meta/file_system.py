@@ -17,6 +17,10 @@ class FileSystem:
         """Open ``name``, relative to ``dir_fd`` when given; follows no link, leaks into no child."""
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=dir_fd)
 
+    def reopen(self, fd: int, flags: int) -> int:
+        """Open the file behind a descriptor once more, with other flags; it need not have a name any more."""
+        return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 
@@ -42,6 +46,10 @@ class FileSystem:
     def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Fill writable buffers in order; returns the bytes read, fewer at the end of the file."""
         return os.preadv(fd, buffers, offset)
+
+    def drop_cache(self, fd: int) -> None:
+        """Let the page cache forget what is clean of a file."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,3 @@ def inverse(page_at: Raw) -> Raw | None:
     place_of = np.full(page_at.shape, 2**16 - 1, np.uint16)
     np.put_along_axis(place_of, page_at.astype(np.int64), places, axis=-1)
     return place_of if int(place_of.max()) < num_pages else None
-
-
-def runs(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Cut ascending places where the next one is no neighbour; yields (start, end, first place)."""
-    cuts = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
-    for start, end in itertools.pairwise([0, *cuts, len(places)]):
-        if start < end:
-            yield start, end, int(places[start])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import KEY_BYTES
+from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath, aligned_bytes
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
     Raw,
@@ -30,7 +32,9 @@ from kv_tier.meta.span_format import (
     encode_header,
     key_chain_problem,
 )
-from kv_tier.meta.span_io import Bytes, bytes_of, inverse, naming, read_into, runs
+from kv_tier.meta.span_io import Bytes, inverse, naming, read_into
+
+_opening = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class SpanFile:
         self._dir_fd = dir_fd
         self._fs = fs
         self._tables: SpanTables | None = None
+        self._direct_fd = -1
 
     @classmethod
     def open(cls, path: Path, *, dir_fd: int | None = None, fs: FileSystem = REAL) -> Self:
@@ -198,15 +203,16 @@ class SpanFile:
         shape = (header.num_layers, header.num_kv_heads, self.header.num_clusters, header.head_dim)
         return self._read_section(SectionType.CENTROIDS).view(header.bits_dtype).reshape(shape)
 
-    def read_layer(self, layer: int, out: Raw | None = None) -> Raw:
+    def read_layer(self, layer: int, *, path: ReadPath = THROUGH_CACHE) -> Raw:
         """Read one layer's KV with one I/O.
 
         Args:
             layer: 0-based layer of this shard.
-            out: [H, num_pages, 2, page_size, D] raw, C-contiguous, to fill; allocated when None.
+            path: through the page cache or past it; its engine is not used.
 
         Returns:
-            ``out``; along axis 1 the pages stand in place order (``order``).
+            [H, num_pages, 2, page_size, D] raw, owned by the caller; along axis 1 the pages stand in place order
+            (``order``).
 
         Raises:
             CorruptExtentError: pages fail their checksum (``bad_pages``: their ordinals), or the file
@@ -214,51 +220,19 @@ class SpanFile:
             ExtentIoError: the read failed.
         """
         header = self.header
-        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
-        if out is None:
-            out = np.empty(shape, header.bits_dtype)
-        data = bytes_of(out, shape, header)
-        self._read(data, self._kv_offset(layer))
+        fs, fd = self.kv_file(path.direct)
+        offset = self._kv_offset(layer)
+        start = offset // path.grid * path.grid
+        end = -(-(offset + header.layer_bytes) // path.grid) * path.grid
+        data = aligned_bytes(end - start)
+        read_into(fs, fd, self.path, data, start)
+        if not path.direct and path is not THROUGH_CACHE:
+            fs.drop_cache(fd)
+        data = data[offset - start :][: header.layer_bytes]
         if crc32c(data) != self.tables.layer_crcs[layer]:
             self._raise_bad_layer(layer, data)
-        return out
-
-    def read_pages(self, layer: int, head: int, ordinals: Sequence[int] | Raw, out: Raw) -> int:
-        """Read some pages' KV of one (layer, KV head), neighbours in the file with one I/O.
-
-        Args:
-            layer, head: 0-based, of this shard.
-            ordinals: page ordinals within the span, in any order.
-            out: [len(ordinals), 2, page_size, D] raw, C-contiguous; row i receives page ordinals[i].
-
-        Returns:
-            Bytes read.
-
-        Raises:
-            CorruptExtentError: pages fail their checksum (``bad_pages``: their ordinals; the other rows
-                are filled and good), or the file ends early.
-            ExtentIoError: a read failed; the rows are undefined.
-        """
-        bad_pages, bytes_read = self._read_pages(layer, head, ordinals, out)
-        self._raise_bad_pages(bad_pages, f"layer {layer} head {head}")
-        return bytes_read
-
-    def read_many(self, requests: Iterable[tuple[int, int, Sequence[int] | Raw, Raw]]) -> int:
-        """Do many ``read_pages``, given as (layer, head, ordinals, out); damage is reported once, at the end.
-
-        Returns:
-            Bytes read.
-
-        Raises: as ``read_pages``; ``bad_pages`` covers all requests.
-        """
-        bad_pages: list[int] = []
-        bytes_read = 0
-        for layer, head, ordinals, out in requests:
-            bad, num_bytes = self._read_pages(layer, head, ordinals, out)
-            bad_pages += bad
-            bytes_read += num_bytes
-        self._raise_bad_pages(bad_pages, "several segments")
-        return bytes_read
+        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+        return data.view(header.bits_dtype).reshape(shape)
 
     def verify(self) -> list[str]:
         """Read and check every byte of the file, padding included.
@@ -270,9 +244,10 @@ class SpanFile:
 
     def close(self) -> None:
         """Close the file; closing twice is harmless. An unlinked span's space is freed here."""
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            self._fs.close(fd)
+        for fd in (self.fd, self._direct_fd):
+            if fd >= 0:
+                self._fs.close(fd)
+        self.fd = self._direct_fd = -1
 
     def unlink(self) -> None:
         """Remove the file's name for good; reads through this object go on until ``close``.
@@ -312,31 +287,43 @@ class SpanFile:
         page_crcs = crcs[: header.num_extents].reshape(shape)
         return SpanTables(order, place_of, clusters, page_crcs, crcs[header.num_extents :])
 
+    def kv_file(self, direct: bool) -> tuple[FileSystem, int]:
+        """Return where KV is read from: past the page cache if asked, on a descriptor that closes with the span.
+
+        Raises:
+            ExtentIoError: the file cannot be opened a second time.
+        """
+        if not direct:
+            return self._fs, self.fd
+        with _opening, naming("open", self.path):
+            if self._direct_fd < 0:
+                self._direct_fd = self._fs.reopen(self.fd, os.O_RDONLY | os.O_DIRECT)
+        return self._fs, self._direct_fd
+
+    def page_offsets(self, layer: int, heads: Raw, ordinals: Raw) -> npt.NDArray[np.int64]:
+        """Return where pages lie in the file ([n] bytes), for pairs of KV head and page ordinal. Raises as ``tables``."""
+        header = self.header
+        places = heads * header.num_pages + self.place_of[layer, heads, ordinals]
+        offsets: npt.NDArray[np.int64] = self._kv_offset(layer) + places * header.page_head_bytes
+        return offsets
+
+    def good_pages(self, layer: int, heads: Raw, ordinals: Raw, rows: Bytes) -> npt.NDArray[np.bool_]:
+        """Check the bytes of pages against their checksums.
+
+        Args:
+            heads, ordinals: [n]; rows: [n, page_head_bytes] uint8, C-contiguous.
+
+        Returns:
+            [n] whether a page is what was written.
+        """
+        tables = self.tables
+        expected = tables.page_crcs[layer, heads, tables.place_of[layer, heads, ordinals]]
+        good: npt.NDArray[np.bool_] = np.array(crc32c_rows(rows), np.uint32) == expected
+        return good
+
     def _kv_offset(self, layer: int) -> int:
         assert 0 <= layer < self.header.num_layers, (layer, self.header.num_layers)
         return self.sections[SectionType.KV].offset + layer * self.header.layer_bytes
-
-    def _read_pages(
-        self, layer: int, head: int, ordinals: Sequence[int] | Raw, out: Raw
-    ) -> tuple[list[int], int]:
-        """Fill ``out``; return the ordinals whose bytes are wrong, and the bytes read."""
-        header, tables = self.header, self.tables
-        assert 0 <= head < header.num_kv_heads, (head, header.num_kv_heads)
-        pages = np.asarray(ordinals, dtype=np.int64)
-        assert not len(pages) or int(pages.min()) >= 0, "page ordinals must not be padded"
-        shape = (len(pages), 2, header.page_size, header.head_dim)
-        rows = bytes_of(out, shape, header).reshape(len(pages), header.page_head_bytes)
-        places = tables.place_of[layer, head][pages].astype(np.int64)
-        by_place = np.argsort(places, kind="stable")
-        scratch = np.empty_like(rows)
-        base = self._kv_offset(layer) + head * header.num_pages * header.page_head_bytes
-        for start, end, place in runs(places[by_place]):
-            data = scratch[start:end].reshape(-1)
-            self._read(data, base + place * header.page_head_bytes)
-        crcs = np.array(crc32c_rows(scratch), np.uint32)
-        rows[by_place] = scratch
-        bad = pages[by_place[crcs != tables.page_crcs[layer, head][places[by_place]]]]
-        return bad.tolist(), scratch.nbytes
 
     def _raise_bad_pages(self, bad_pages: list[int], where: str) -> None:
         if bad_pages:

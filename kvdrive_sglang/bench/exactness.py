@@ -35,7 +35,7 @@ from kvdrive_sglang.bench.engines import (
 )
 from kvdrive_sglang.bench.report import BenchResult
 from kvdrive_sglang.bench.texts import ModelTokenizer, prompts
-from kvdrive_sglang.sizing import TABLE_BYTES_PER_PAGE
+from kvdrive_sglang.sizing import dram_bytes_for
 
 NAME = "exactness"
 SUMMARY_KEYS = ("prompts", "mismatches", "ties", "residency_configs", "residency_mismatches")
@@ -101,11 +101,6 @@ def largest_difference(first: Run, second: Run) -> float:
         shared = len(tokens) if at is None else at + 1
         largest = max(largest, float(np.abs(logits[:shared] - other_logits[:shared]).max()))
     return largest
-
-
-def dram_bytes_for(frames: int, num_pages: int, geometry: Geometry) -> int:
-    """Return the ``dram_bytes`` that hold ``frames`` frames beside the tables of ``num_pages`` logical pages."""
-    return frames * geometry.page_bytes + num_pages * (geometry.mean_bytes + TABLE_BYTES_PER_PAGE)
 
 
 def run(full: bool, progress: Progress) -> BenchResult:

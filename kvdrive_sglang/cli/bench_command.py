@@ -19,6 +19,7 @@ BENCHES: Final = {
     "exactness": "kvdrive_sglang.bench.exactness",
     "decode": "kvdrive_sglang.bench.decode",
     "resume": "kvdrive_sglang.bench.resume",
+    "tiers": "kvdrive_sglang.bench.tiers",
 }
 
 

@@ -14,15 +14,20 @@ from tests.models.synthetic_engine import SyntheticEngine
 EngineFactory = Callable[..., SyntheticEngine]
 
 
-@pytest.fixture
-def new_engine(tmp_path: Path) -> Iterator[EngineFactory]:
-    """Open engines, each in a directory of its own unless ``path`` names one."""
+def opening_engines(tmp_path: Path, **defaults: Any) -> Iterator[EngineFactory]:
+    """Yield a function that opens engines, each in a directory of its own unless ``path`` names one; close them all."""
     with contextlib.ExitStack() as stack:
         count = 0
 
         def make(path: Path | None = None, **settings: Any) -> SyntheticEngine:
             nonlocal count
             count += 1
-            return stack.enter_context(SyntheticEngine(path or tmp_path / f"data{count}", **settings))
+            engine = SyntheticEngine(path or tmp_path / f"data{count}", **{**defaults, **settings})
+            return stack.enter_context(engine)
 
         yield make
+
+
+@pytest.fixture
+def new_engine(tmp_path: Path) -> Iterator[EngineFactory]:
+    yield from opening_engines(tmp_path)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kv_tier.modes import FETCH_MODES, FetchMode
 from kv_tier.steps import AppendRule
 from tests.kv_tier.conftest import EngineFactory
+from tests.models.read_paths import READ_PATHS
 from tests.models.synthetic_engine import Session, SyntheticEngine, make_script
 
 SPARSE = AppendRule("sparse", sparse_max_tokens=16)  # chunks of the prompt are longer
@@ -127,3 +129,52 @@ def test_appending_sparsely_reads_within_the_budget(new_engine: EngineFactory) -
     appended = PROMPT + ANSWER
     assert torch.equal(exact[:, :appended], sparse[:, :appended])
     assert not torch.equal(exact[:, appended : appended + APPEND], sparse[:, appended : appended + APPEND])
+
+
+@pytest.mark.parametrize("fetch_mode", FETCH_MODES)
+@pytest.mark.parametrize("warm_up", [False, True])
+@pytest.mark.parametrize("num_frames", [NUM_PAGES // 3, NUM_PAGES // 2, 256])
+def test_fetch_modes_change_nothing(
+    new_engine: EngineFactory,
+    expected: torch.Tensor,
+    budget_pages: int | None,
+    fetch_mode: FetchMode,
+    warm_up: bool,
+    num_frames: int,
+) -> None:
+    engine = new_engine(
+        budget_pages=budget_pages,
+        num_frames=num_frames,
+        append=SPARSE,
+        fetch_mode=fetch_mode,
+        warm_up=warm_up,
+    )
+    assert torch.equal(two_turns(engine, seal_and_evict), expected)
+
+
+@pytest.mark.parametrize("read_path", READ_PATHS)
+def test_read_paths_change_nothing(
+    new_engine: EngineFactory, expected: torch.Tensor, budget_pages: int | None, read_path: str
+) -> None:
+    engine = new_engine(budget_pages=budget_pages, append=SPARSE, read_path=read_path)
+    assert torch.equal(two_turns(engine, seal_and_evict), expected)
+
+
+def test_mates_that_share_pages_change_nothing(
+    new_engine: EngineFactory, expected: torch.Tensor, budget_pages: int | None
+) -> None:
+    """A batch whose requests ask for the same pages of the same span reads them once."""
+    engine = new_engine(budget_pages=budget_pages, append=SPARSE, fetch_mode="blockwise")
+    first = engine.start(SCRIPT)
+    engine.prefill(first, PROMPT)
+    engine.seal(first, open_stretch=True)
+    engine.evict()
+    num_pages = PROMPT // 4
+    mates = [engine.resume(SCRIPT, num_pages) for _ in range(2)]
+    for mate in mates:
+        assert mate is not None
+        engine.extend((mate, PROMPT - mate.num_tokens))
+    engine.evict()
+    outs = engine.decode(*(mate for mate in mates if mate is not None))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], expected[:, PROMPT : PROMPT + 1])

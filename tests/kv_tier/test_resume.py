@@ -82,7 +82,8 @@ def test_attaching_reads_indexes_and_no_kv(new_engine: EngineFactory, tmp_path: 
 
 def test_sparse_decode_reads_what_it_attends_and_not_more(new_engine: EngineFactory, tmp_path: Path) -> None:
     stop_after_first_turn(tmp_path / "stopped", 6)
-    engine = new_engine(tmp_path / "stopped", append=SPARSE)
+    engine = new_engine(tmp_path / "stopped", append=SPARSE, fetch_mode="blockwise", read_path="cached")
+    engine.store.fetcher.gap_bytes = 0
     session = engine.resume(SCRIPT, NUM_PAGES)
     assert session is not None
     attached = engine.store.counters.bytes_read

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,17 @@ from kv_tier import spans as spans_module
 from kv_tier.meta.span_file import SpanFile, write_span, write_unlinked_span
 from kv_tier.meta.span_format import SectionType
 from tests.faults.faulty_file_system import FaultyFileSystem
-from tests.kv_tier.conftest import EngineFactory
+from tests.kv_tier.conftest import EngineFactory, opening_engines
 from tests.models.synthetic_engine import Session, SyntheticEngine, make_script
 
 PROMPT = 64  # two stretches
 SCRIPT, MATE_SCRIPT = make_script(110, seed=20), make_script(110, seed=21)
+
+
+@pytest.fixture
+def new_engine(tmp_path: Path) -> Iterator[EngineFactory]:
+    """Engines that do not read ahead: a page leaves the disk when it is attended, not before."""
+    yield from opening_engines(tmp_path, warm_up=False)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -9,14 +9,13 @@ import torch
 from kv_tier.geometry import Geometry
 from kvdrive_sglang.bench.exactness import (
     Run,
-    dram_bytes_for,
     first_difference,
     judge,
     largest_difference,
     top_gap,
 )
 from kvdrive_sglang.config import parse_config
-from kvdrive_sglang.sizing import frames_for
+from kvdrive_sglang.sizing import dram_bytes_for, frames_for
 
 
 def test_the_first_difference_is_found_or_none() -> None:

@@ -8,17 +8,18 @@ from kv_tier.geometry import Geometry
 from kv_tier.meta.errors import CapacityError, ConfigError
 from kv_tier.store import StoreLimits, require_capacity
 from kvdrive_sglang.config import parse_config
-from kvdrive_sglang.sizing import frames_for, logical_pages_for
+from kvdrive_sglang.sizing import buffer_bytes, dram_bytes_for, frames_for, logical_pages_for
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=16)
 
 
 def test_frames_and_tables_stay_within_dram_bytes() -> None:
-    config = parse_config({"data_dir": "d", "dram_bytes": 10_000_000})
+    config = parse_config({"data_dir": "d", "dram_bytes": 40_000_000})
     pages = logical_pages_for(config, GEOMETRY, least_tokens=64)
     frames = frames_for(config, GEOMETRY, pages)
     tables = pages * (GEOMETRY.mean_bytes + 50)
-    assert frames * GEOMETRY.page_bytes + tables <= config.dram_bytes
+    assert frames * GEOMETRY.page_bytes + tables + buffer_bytes(GEOMETRY) <= config.dram_bytes
+    assert dram_bytes_for(frames, pages, GEOMETRY) <= config.dram_bytes
     assert pages >= 3 * frames
 
 

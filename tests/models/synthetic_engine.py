@@ -15,11 +15,13 @@ import torch
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.page_keys import page_keys
+from kv_tier.modes import FetchMode
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kv_tier.store import StoreLimits, TieredStore
+from tests.models.read_paths import make_read_path
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, stretch_tokens=32)
 IDENTITY = Identity(fingerprint=b"f" * 32, selection=b"s" * 32)
@@ -85,6 +87,7 @@ class SyntheticEngine:
         path: data directory, created when absent.
         budget_pages: pages attended per step; None attends everything.
         num_frames: frames beside the dummy.
+        read_path: a name of ``read_paths.READ_PATHS``.
     """
 
     def __init__(
@@ -100,6 +103,9 @@ class SyntheticEngine:
         append: AppendRule | None = None,
         ssd_bytes: int = 1 << 30,
         identity: Identity = IDENTITY,
+        fetch_mode: FetchMode = "balanced",
+        read_path: str = "best",
+        warm_up: bool = True,
     ) -> None:
         self.geometry = geometry
         self.append = append or AppendRule("exact")
@@ -108,7 +114,15 @@ class SyntheticEngine:
         self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes)
         limits = StoreLimits(num_pages, num_frames + 1, max_pages, window_multiple, max_requests=8)
         budget = Budget(budget_pages, 4, 8, geometry.page_size)
-        self.store = TieredStore(geometry, limits, budget, self.spans)
+        self.store = TieredStore(
+            geometry,
+            limits,
+            budget,
+            self.spans,
+            fetch_mode=fetch_mode,
+            read_path=make_read_path(read_path, self.data_dir.spans_fd),
+            warm_up=warm_up,
+        )
         self.sessions: list[Session] = []
         self._free_pages = list(range(1, num_pages))
         random.Random(num_frames).shuffle(self._free_pages)  # sequences never own consecutive pages

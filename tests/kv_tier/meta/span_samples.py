@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_tier.meta.page_keys import page_keys
-from kv_tier.meta.span_format import Shape, SpanHeader
+from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath
+from kv_tier.meta.span_batch import PageBatch, Wants
+from kv_tier.meta.span_file import SpanFile
+from kv_tier.meta.span_format import Raw, Shape, SpanHeader
 from kv_tier.meta.span_writer import SpanParts
 
 TINY = Shape(num_layers=2, num_kv_heads=1, head_dim=2, page_size=2, stretch_tokens=8, dtype_code=1)
@@ -87,3 +91,26 @@ def golden_span() -> tuple[SpanHeader, SpanParts]:
         centroids=np.array([[[[0x4000, 0x4001]]]], np.uint16),
         kv=np.arange(0x4100, 0x4110, dtype=np.uint16).reshape(1, 1, 2, 2, 2, 2),
     )
+
+
+def by_ordinal(parts: SpanParts, layer: int, head: int) -> Raw:
+    """Return [n, 2, page_size, D]: the definition that packed reads must agree with."""
+    kv = np.asarray(parts.kv)[layer, head]
+    pages: Raw = np.empty_like(kv)
+    for place, ordinal in enumerate(parts.order[layer, head]):
+        pages[ordinal] = kv[place]
+    return pages
+
+
+def read_pages(
+    span: SpanFile, layer: int, head: int, ordinals: Sequence[int], path: ReadPath = THROUGH_CACHE
+) -> tuple[Raw, list[int]]:
+    """Read some pages of one head as one batch: [n, 2, page_size, D] in the order asked for, and the ordinals lost."""
+    header, count = span.header, len(ordinals)
+    want = Wants(span, np.full(count, head), np.array(ordinals, np.int64), np.arange(count))
+    pages = PageBatch(path, layer, [want]).finish()
+    data = np.empty_like(pages.data)
+    data[pages.rows] = pages.data
+    lost = sorted({int(o) for gone in pages.lost for o in gone.ordinals})
+    shape = (count, 2, header.page_size, header.head_dim)
+    return data.view(header.bits_dtype).reshape(shape), lost

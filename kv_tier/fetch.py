@@ -1,0 +1,353 @@
+"""Fetch: bring the pages that a layer attends into the window caches, and guess which come next.
+
+    selected pages ──> window cache ──miss──> frame | staging row (DRAM) ──miss──> span (SSD)
+                                                        ^                            │
+                                                        └── kept, prefetched, warm ──┘
+
+Four modes (paper 7.3); all give the same bits, they differ in what is read and when:
+
+    layerwise      a step reads every page of the layer that has no frame (FlexGen)
+    blockwise      selected pages that are missing, on demand
+    hierarchical   pages read stay in staging rows while there is room; near-critical pages (ranks K to M) are
+                   prefetched into them while the layer attends and the next one projects
+    balanced       and the (layer, KV head) pairs that stall most keep a share of the rows to themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kv_tier.frames import DUMMY_FRAME
+from kv_tier.meta.read_engine import Ints, ReadPath
+from kv_tier.meta.span_batch import GAP_BYTES, PageBatch, Pages, Wants
+from kv_tier.meta.span_file import SpanFile
+from kv_tier.modes import FetchMode
+from kv_tier.page_table import NOWHERE
+from kv_tier.request import RequestState
+from kv_tier.staging import ABSENT, IN_FLIGHT
+from kv_tier.window import Misses, WindowCaches
+
+if TYPE_CHECKING:
+    from kv_tier.store import TieredStore
+
+NEAR_SHARE = 8  # ranks up to K + K / 8 are near-critical
+ROUND_BYTES = 4 << 20  # of pages per batch, so that buffers stay small
+RESIDENT_SHARE = 0.5  # of the staging rows go to quotas in balanced mode
+MOST_LENT = 64  # frames that staging borrows per step
+PROFILE_FETCHES = 512  # fetches between two looks at the stalls
+LOST = "LOST_PAGE: a page of this sequence could not be read or failed its checksum; a retry recomputes it"
+
+
+@dataclass(frozen=True)
+class _Prefetch:
+    """Pages on their way into staging rows: [n] pair, logical page, and the life it had when it was asked for."""
+
+    batch: PageBatch
+    spans: list[SpanFile]
+    pairs: Ints
+    pages: Ints
+    lives: Ints
+
+
+class Fetcher:
+    """Fetch for one store, on the scheduler's thread; owns the read engine and what is under way."""
+
+    def __init__(self, store: TieredStore, path: ReadPath, mode: FetchMode, *, warm_up: bool = True) -> None:
+        self.store = store
+        self.path = path
+        self.gap_bytes = GAP_BYTES
+        self.mode = mode
+        self.warm_up = warm_up and mode in ("hierarchical", "balanced")
+        self.stages = mode in ("hierarchical", "balanced")
+        self.stalls = np.zeros(store.staging.num_pairs, np.int64)
+        self._heads = np.arange(store.geometry.num_kv_heads)[:, None]
+        self._num_fetches = 0
+        self._rows_short = 0
+        self._under_way: dict[int, list[_Prefetch]] = {}  # by layer
+
+    @property
+    def windows(self) -> WindowCaches:
+        assert self.store.windows is not None
+        return self.store.windows
+
+    # ---- on demand ------------------------------------------------------------------------------------------
+
+    def read_misses(
+        self,
+        layer: int,
+        misses: Misses,
+        states: Sequence[RequestState],
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+    ) -> None:
+        """Fetch single pages of single heads: copy what DRAM has while SSD reads what it has not.
+
+        A page that cannot be had is zeros, and the requests that miss it are failed.
+
+        Args:
+            misses: what to fetch.
+            states: the requests of the batch.
+            k_out, v_out: [miss, page_size * head_dim], filled in order.
+        """
+        store = self.store
+        self._collect(layer, block=False)
+        if len(states) == 1:
+            pages = states[0].pages.numpy()[misses.ordinal]
+        else:
+            pages = np.stack([state.pages.numpy() for state in states])[misses.request, misses.ordinal]
+        sources = self._sources(layer, misses.head, pages)
+        away = np.flatnonzero(sources < 0)
+        if not len(away) and self.mode != "layerwise":
+            here = torch.from_numpy(sources)
+            torch.index_select(store.frames.k_all, 0, here, out=k_out)
+            torch.index_select(store.frames.v_all, 0, here, out=v_out)
+            return
+        keys = misses.head[away] * store.limits.num_pages + pages[away]
+        first, inverse = np.arange(len(away)), np.arange(len(away))
+        if len(states) > 1:  # requests with a common prefix miss the same pages
+            _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        heads, missing = misses.head[away[first]], pages[away[first]]
+        batches = self._start(layer, heads, missing, states)
+        here = torch.from_numpy(np.maximum(sources, 0))
+        torch.index_select(store.frames.k_all, 0, here, out=k_out)
+        torch.index_select(store.frames.v_all, 0, here, out=v_out)
+        k, v, lost = self._finish(layer, heads, missing, batches)
+        if len(away):
+            into, source = torch.from_numpy(away), torch.from_numpy(inverse)
+            k_out.index_copy_(0, into, k.index_select(0, source))
+            v_out.index_copy_(0, into, v.index_select(0, source))
+        owner = misses.request[away]
+        for number, count in enumerate(np.bincount(owner, minlength=len(states)).tolist()):
+            states[number].figures.bytes_read += count * store.geometry.page_head_bytes
+        store.fail([states[i] for i in np.unique(owner[lost[inverse]]).tolist()], LOST)
+
+    def _sources(self, layer: int, heads: Ints, pages: Ints) -> Ints:
+        """Return the row of the frame arena that holds each page, negative for none."""
+        store = self.store
+        frames = store.table.frames[pages]
+        pairs = self._pairs(layer, heads)
+        rows: Ints = pairs * store.frames.num_frames + frames
+        store.table.stamp[pages] = store.clock
+        away = np.flatnonzero(frames == NOWHERE)
+        if len(away):
+            found = store.staging.find(pairs[away], pages[away])
+            if (found == IN_FLIGHT).any():
+                self._collect(layer, block=True)
+                found = store.staging.find(pairs[away], pages[away])
+            rows[away] = found
+        return rows
+
+    def _pairs(self, layer: int, heads: Ints) -> Ints:
+        pairs: Ints = layer * self.store.geometry.num_kv_heads + heads
+        return pairs
+
+    def _start(self, layer: int, heads: Ints, pages: Ints, states: Sequence[RequestState]) -> list[PageBatch]:
+        """Begin to read pages ([n] KV head, logical page), which are distinct; rows are their numbers."""
+        numbers = np.arange(len(heads))
+        if self.mode == "layerwise":
+            heads, pages, numbers = self._whole_layer(heads, pages, states)
+        here = np.flatnonzero(self.store.table.span_of[pages] != NOWHERE)
+        step = max(1, ROUND_BYTES // self.store.geometry.page_head_bytes)
+        return [
+            self._batch(layer, self._wants(heads[some], pages[some], numbers[some]))
+            for some in (here[i : i + step] for i in range(0, len(here), step))
+        ]
+
+    def _batch(self, layer: int, wants: Sequence[Wants]) -> PageBatch:
+        return PageBatch(self.path, layer, wants, gap_bytes=self.gap_bytes)
+
+    def _whole_layer(
+        self, heads: Ints, pages: Ints, states: Sequence[RequestState]
+    ) -> tuple[Ints, Ints, Ints]:
+        """Ask for every page of the sequences that has no frame; only the missing ones are kept."""
+        store, num_heads = self.store, self.store.geometry.num_kv_heads
+        every = np.unique(np.concatenate([state.pages[: state.num_pages].numpy() for state in states]))
+        every = every[store.table.frames[every] == NOWHERE]
+        number_of = np.full((num_heads, store.limits.num_pages), -1, np.int64)
+        number_of[heads, pages] = np.arange(len(heads))
+        all_heads, all_pages = np.repeat(np.arange(num_heads), len(every)), np.tile(every, num_heads)
+        return all_heads, all_pages, number_of[all_heads, all_pages]
+
+    def _wants(self, heads: Ints, pages: Ints, rows: Ints) -> list[Wants]:
+        table = self.store.table
+        handles = table.span_of[pages]
+        order = np.argsort(handles, kind="stable")
+        cuts = np.flatnonzero(np.diff(handles[order])) + 1
+        return [
+            Wants(
+                self.store.span_files[int(handles[some[0]])],
+                heads[some],
+                table.ordinal_of[pages[some]],
+                rows[some],
+            )
+            for some in np.split(order, cuts)
+            if len(some)
+        ]
+
+    def _finish(
+        self, layer: int, heads: Ints, pages: Ints, batches: Sequence[PageBatch]
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Wait for pages: keys and values [n, page_size * head_dim], and [n] whether a page is lost."""
+        store = self.store
+        shape = (len(heads), store.geometry.page_elements)
+        k, v = (torch.zeros(shape, dtype=store.geometry.dtype) for _ in range(2))
+        lost = store.table.span_of[pages] == NOWHERE
+        for batch in batches:
+            done = batch.finish()
+            store.counters.bytes_read += done.bytes_read
+            store.counters.reads += done.num_reads
+            into, halves = torch.from_numpy(done.rows), self._halves(done)
+            k[into], v[into] = halves[:, 0], halves[:, 1]
+            for gone in done.lost:
+                lost[gone.rows[gone.rows >= 0]] = True
+                store.lose(gone.span, gone.ordinals.tolist(), gone.error)
+        self.stalls[self._pairs(layer, np.arange(store.geometry.num_kv_heads))] += np.bincount(
+            heads, minlength=store.geometry.num_kv_heads
+        )
+        if self.stages:
+            kept = np.flatnonzero(~lost)
+            self._stage(self._pairs(layer, heads[kept]), pages[kept], k, v, kept)
+            self._balance()
+        return k, v, lost
+
+    def _halves(self, pages: Pages) -> torch.Tensor:
+        """View what a batch brought as [n, 2, page_size * head_dim]."""
+        geometry = self.store.geometry
+        signed = torch.from_numpy(pages.data.view(np.int16 if geometry.dtype.itemsize == 2 else np.int32))
+        return signed.view(geometry.dtype).view(len(pages.rows), 2, geometry.page_elements)
+
+    def _stage(self, pairs: Ints, pages: Ints, k: torch.Tensor, v: torch.Tensor, at: Ints) -> None:
+        """Keep copies of pages (rows ``at`` of ``k`` and ``v``) as far as there is room."""
+        store, staging = self.store, self.store.staging
+        self._rows_short += max(0, len(pairs) - staging.num_free)
+        rows = staging.insert(pairs, pages)
+        into, source = torch.from_numpy(rows), torch.from_numpy(at[: len(rows)])
+        store.frames.k_all.index_copy_(0, into, k.index_select(0, source))
+        store.frames.v_all.index_copy_(0, into, v.index_select(0, source))
+
+    def grow_staging(self) -> None:
+        """Borrow frames for the rows that were short since the last call; between steps alone, when no plan of a step
+        counts on a frame."""
+        count = min(-(-self._rows_short // self.store.staging.num_pairs), MOST_LENT)
+        self._rows_short = 0
+        while count and self.store.lend_frame():
+            count -= 1
+
+    def _balance(self) -> None:
+        """Give each pair a quota of staging rows by its share of the stalls so far."""
+        self._num_fetches += 1
+        if self.mode == "balanced" and self._num_fetches % PROFILE_FETCHES == 0:
+            share = self.stalls / max(1, int(self.stalls.sum()))
+            self.store.staging.quota = (share * RESIDENT_SHARE * self.store.staging.num_rows).astype(np.int64)
+            self.stalls //= 2
+
+    # ---- ahead of demand ------------------------------------------------------------------------------------
+
+    def look_ahead(
+        self, layer: int, states: Sequence[RequestState], selected: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """Begin to read the near-critical pages, ranks K to M, that are on SSD alone.
+
+        Args:
+            selected: [request, kv_head, K]; scores: [request, kv_head, page].
+        """
+        if not self.stages:
+            return
+        critical = selected.shape[2]
+        last = critical + critical // NEAR_SHARE
+        slot_of = self.windows.slot_of[layer]
+        for state, row in zip(states, scores, strict=True):
+            assert state.window is not None
+            ranks = torch.topk(row, min(last, state.num_pages), dim=1).indices[:, critical:].numpy()
+            heads, places = (slot_of[state.window.row][self._heads, ranks] == ABSENT).nonzero()
+            if len(heads):
+                self.prefetch(layer, heads, state.pages.numpy()[ranks[heads, places]])
+
+    def prefetch(self, layer: int, heads: Ints, pages: Ints) -> None:
+        """Begin to read pages ([n] KV head, logical page) into staging rows; what DRAM or a prefetch has is left out."""
+        store = self.store
+        pairs = self._pairs(layer, heads)
+        wanted = (store.table.frames[pages] == NOWHERE) & (store.table.span_of[pages] != NOWHERE)
+        wanted &= (store.staging.row_of[pairs, pages] == ABSENT) & ~store.table.lost[pages]
+        heads, pages, pairs = heads[wanted], pages[wanted], pairs[wanted]
+        step = max(1, ROUND_BYTES // store.geometry.page_head_bytes)
+        for some in (slice(i, i + step) for i in range(0, len(heads), step)):
+            wants = self._wants(heads[some], pages[some], np.arange(len(heads[some])))
+            spans = [want.span for want in wants]
+            with store.spans.lock:
+                for span in spans:
+                    span.num_attached += 1  # its file stays open until the bytes are here
+            store.staging.row_of[pairs[some], pages[some]] = IN_FLIGHT
+            batch = self._batch(layer, wants)
+            lives = store.table.life[pages[some]].copy()
+            self._under_way.setdefault(layer, []).append(
+                _Prefetch(batch, spans, pairs[some], pages[some], lives)
+            )
+
+    def _collect(self, layer: int, *, block: bool) -> None:
+        """Stage what has arrived for a layer; with ``block``, all that is under way for it."""
+        waiting = self._under_way.pop(layer, [])
+        for prefetch in waiting:
+            if block or prefetch.batch.is_done:
+                self._arrive(prefetch)
+            else:
+                self._under_way.setdefault(layer, []).append(prefetch)
+
+    def _arrive(self, prefetch: _Prefetch) -> None:
+        store, staging = self.store, self.store.staging
+        done = prefetch.batch.finish()
+        store.counters.bytes_read += done.bytes_read
+        store.counters.reads += done.num_reads
+        store.counters.bytes_prefetched += done.bytes_read
+        for span in prefetch.spans:
+            store.spans.release(span, 1)
+        pairs, pages = prefetch.pairs, prefetch.pages
+        current = staging.row_of[pairs, pages] == IN_FLIGHT
+        current &= store.table.life[pages] == prefetch.lives
+        staging.row_of[pairs[current], pages[current]] = ABSENT
+        for gone in done.lost:  # whoever needs it finds out; a guess fails nobody
+            current[gone.rows] = False
+        kept = current[done.rows]
+        rows, halves = done.rows[kept], self._halves(done)
+        self._stage(pairs[rows], pages[rows], halves[:, 0], halves[:, 1], np.flatnonzero(kept))
+
+    def settle(self) -> None:
+        """Wait for everything under way."""
+        for layer in list(self._under_way):
+            self._collect(layer, block=True)
+
+    def warm(self, layer: int, state: RequestState, scores: torch.Tensor, *, from_ssd: bool) -> None:
+        """Place pages by the importance that the last prompt queries gave them: window cache first, DRAM next.
+
+        Args:
+            scores: [kv_head, page] float32; only full pages.
+            from_ssd: also read what DRAM lacks, in the background; otherwise only copy.
+        """
+        store = self.store
+        window, _ = store.device_memory(state)
+        most = int(window.caches.num_slots[layer].max())
+        ranks = torch.topk(scores, min(2 * most, scores.shape[1]), dim=1).indices.numpy()
+        heads, ordinals = window.retain(layer, ranks)
+        pages = state.pages.numpy()[ordinals]
+        pairs = self._pairs(layer, heads)
+        frames = store.table.frames[pages]
+        staged = store.staging.row_of[pairs, pages]
+        rows = np.where(frames > DUMMY_FRAME, pairs * store.frames.num_frames + frames, staged)
+        here = rows >= 0
+        into = torch.from_numpy(window.place(layer, heads[here], ordinals[here]))
+        source = torch.from_numpy(rows[here])
+        self.windows.k[layer].index_copy_(0, into, store.frames.k_all.index_select(0, source))
+        self.windows.v[layer].index_copy_(0, into, store.frames.v_all.index_select(0, source))
+        if from_ssd:
+            heads = np.repeat(np.arange(len(ranks)), ranks.shape[1])
+            self.prefetch(layer, heads, state.pages.numpy()[ranks.reshape(-1)])
+
+    def close(self) -> None:
+        """Wait for what is under way and free the engine."""
+        self.settle()
+        self.path.engine.close()

@@ -1,0 +1,539 @@
+"""kvdrive bench tiers: what a decode step pays for KV that is on SSD.
+
+Two sequences, sealed once, attached and decoded under each configuration; frames for a quarter of the KV, window caches of
+twice the budget, no page cache:
+
+- real: 7,500 tokens of Python's language reference through SmolLM2-135M in plain torch. Its decode steps run the model
+  with the store as its attention, so that a token's time is a token's time.
+- shape: 32K tokens in the shape of an 8B model (8 KV heads, head_dim 128), a part of its layers; keys, values and queries
+  are made up. Every (layer, KV head) drifts so fast that its window cache hits as often as a recorded pair's did.
+  There is no model: a token's time is attention alone, which makes fetching weigh most.
+
+Every configuration must give the same bits. The rows hold medians after the first steps; ``first_*`` are means over those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from kv_tier.geometry import Geometry
+from kv_tier.meta.read_engine import (
+    ReadBatch,
+    ReadEngine,
+    RingEngine,
+    RingUnavailable,
+    ThreadEngine,
+    aligned_bytes,
+)
+from kv_tier.meta.span_batch import PageBatch, Wants
+from kv_tier.meta.span_file import write_span
+from kv_tier.spans import SealJob
+from kv_tier.steps import DecodeStep
+from kv_tier.window import WindowCaches
+from kv_tier.within_budget import WARM_UP_QUERIES
+from kvdrive_sglang.bench.engines import BenchFailed, Progress, model_path, scratch
+from kvdrive_sglang.bench.report import BenchResult
+from kvdrive_sglang.bench.texts import ModelTokenizer, prompts
+from kvdrive_sglang.bench.tier_driver import Costs, Layers, Setup, TierSession, describe_path
+
+NAME = "tiers"
+SUMMARY_KEYS = (
+    "layerwise_over_blockwise_bytes",
+    "ssd_over_dram_ms",
+    "ssd_over_dram_attention_ms",
+    "read_over_raw",
+    "write_over_raw",
+    "seal_over_raw",
+    "warmup_gain",
+    "outputs_equal",
+)
+
+FRAME_SHARE = 0.25
+FIRST_STEPS = 8
+DRAM = Setup("dram only", "blockwise", 1.0, False)
+SETUPS = (
+    DRAM,
+    Setup("layerwise", "layerwise", FRAME_SHARE, False),
+    Setup("blockwise", "blockwise", FRAME_SHARE, False),
+    Setup("hierarchical, cold", "hierarchical", FRAME_SHARE, False),
+    Setup("hierarchical", "hierarchical", FRAME_SHARE, True),
+    Setup("balanced, cold", "balanced", FRAME_SHARE, False),
+    Setup("balanced", "balanced", FRAME_SHARE, True),
+)
+REAL_PROMPT, REAL_STEPS = 7504, 40
+SHAPE_PROMPT, SHAPE_STEPS, SHAPE_LAYERS, SHAPE_ALL_LAYERS = 32768, 40, 8, 32
+LAYERWISE_STEPS = 12  # enough for its median: every step reads the same
+REPEATS = 2
+
+
+@dataclass
+class Subject:
+    """A sequence to decode: what the store needs to know, and how a step runs.
+
+    ``run`` takes a session through one planned step and returns what the step computed, to compare.
+    """
+
+    name: str
+    geometry: Geometry
+    tokens: list[int]
+    num_prompt: int
+    num_steps: int
+    layers: Layers
+    last_queries: Callable[[int], torch.Tensor]
+    run: Callable[[TierSession, DecodeStep], torch.Tensor]
+    layer_scale: float = 1.0
+
+
+def run(full: bool, progress: Progress) -> BenchResult:
+    """Measure; ``full`` takes all 32 layers of the 8B shape (4.3 GB of KV) and more repeats.
+
+    Raises:
+        BenchFailed: two configurations computed different bits.
+    """
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    repeats = 2 * REPEATS if full else REPEATS
+    with scratch() as directory:
+        summary["read_path"] = describe_path(directory / "probe")
+        progress("recording 7.5K tokens of the model")
+        real = record_real(progress)
+        rates = measure(real, directory / "real", rows, summary, repeats, progress)
+        progress("making up 32K tokens of an 8B model's shape")
+        layers = SHAPE_ALL_LAYERS if full else SHAPE_LAYERS
+        shape = make_shape(rates, layers)
+        measure(shape, directory / "shape", rows, summary, repeats, progress)
+    summary["ssd_over_dram_ms"] = summary["real_balanced_over_dram_ms"]
+    summary["ssd_over_dram_attention_ms"] = summary["shape_balanced_over_dram_ms"]
+    summary["layerwise_over_blockwise_bytes"] = min(
+        summary[f"{n}_layerwise_over_blockwise_bytes"] for n in ("real", "shape")
+    )
+    summary["warmup_gain"] = min(summary[f"{n}_warmup_gain"] for n in ("real", "shape"))
+    for key in ("read_over_raw", "write_over_raw", "seal_over_raw"):
+        summary[key] = summary[f"shape_{key}"]
+    summary["outputs_equal"] = True
+    return BenchResult(NAME, rows, summary)
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+def measure(
+    sequence: Subject,
+    directory: Path,
+    rows: list[dict[str, Any]],
+    summary: dict[str, Any],
+    repeats: int,
+    progress: Progress,
+) -> np.ndarray:
+    """Seal once, decode under every configuration in turn; returns the window hit rate of every (layer, KV head)."""
+    progress(f"{sequence.name}: sealing {sequence.num_prompt} tokens")
+    num_bytes, seconds = seal(sequence, directory)
+    raw_write = raw_write_rate(directory)
+    summary[f"{sequence.name}_seal_over_raw"] = num_bytes / seconds / raw_write
+    summary[f"{sequence.name}_write_over_raw"] = span_write_rate(sequence, directory) / raw_write
+    costs: dict[str, list[Costs]] = {setup.name: [] for setup in SETUPS}
+    outputs: dict[str, torch.Tensor] = {}
+    rates = np.zeros(0)
+    for repeat in range(repeats):
+        for setup in SETUPS:
+            progress(f"{sequence.name}: {setup.name} ({repeat + 1} of {repeats})")
+            session, out = decode(sequence, directory, setup)
+            costs[setup.name].append(session.costs)
+            compare(sequence.name, setup.name, outputs, out)
+            if setup is DRAM:
+                rates = hit_rates(session)
+    for setup in SETUPS:
+        rows.append(row_of(sequence, setup, costs[setup.name]))
+    summarise(sequence.name, costs, summary)
+    progress(f"{sequence.name}: reads beside a raw probe")
+    summary[f"{sequence.name}_read_over_raw"], detail = read_over_raw(sequence, directory)
+    summary.update({f"{sequence.name}_{key}": value for key, value in detail.items()})
+    return rates
+
+
+def open_session(sequence: Subject, directory: Path, setup: Setup) -> TierSession:
+    return TierSession(
+        directory, sequence.geometry, sequence.tokens, sequence.num_prompt, setup, sequence.last_queries
+    )
+
+
+def seal(sequence: Subject, directory: Path) -> tuple[int, float]:
+    with open_session(sequence, directory, replace(DRAM, frame_share=FRAME_SHARE)) as session:
+        return session.seal(sequence.layers)
+
+
+def decode(sequence: Subject, directory: Path, setup: Setup) -> tuple[TierSession, torch.Tensor]:
+    """Attach and decode; the session is closed, its figures remain."""
+    num_steps = LAYERWISE_STEPS if setup.mode == "layerwise" else sequence.num_steps
+    outs = []
+    with open_session(sequence, directory, setup) as session, torch.inference_mode():
+        session.attach()
+        for _ in range(num_steps):
+            step = session.begin_step()
+            outs.append(sequence.run(session, step))
+            session.end_step()
+        session.store.check_integrity()
+    return session, torch.stack(outs)
+
+
+def compare(name: str, setup: str, outputs: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+    """Refuse to time what is wrong: every configuration must compute the bits of the first one."""
+    known = outputs.setdefault(name, out)
+    common = min(len(known), len(out))
+    if not torch.equal(known[:common], out[:common]):
+        raise BenchFailed(f"{name}: {setup} computes other bits than {DRAM.name}")
+
+
+def hit_rates(session: TierSession) -> np.ndarray:
+    """Return the window hit rate of every (layer, KV head), flat."""
+    windows = session.store.windows
+    assert windows is not None
+    hits, misses = windows.total_hits, windows.total_misses
+    rates: np.ndarray = (hits / np.maximum(1, hits + misses)).reshape(-1)
+    return rates
+
+
+def row_of(sequence: Subject, setup: Setup, costs: list[Costs]) -> dict[str, Any]:
+    """One line of the table: medians over all steps but the first ones, of all repeats; scaled to all layers."""
+    scale = sequence.layer_scale
+
+    def after(values: Callable[[Costs], Sequence[float]]) -> float:
+        return float(median([v for c in costs for v in values(c)[FIRST_STEPS:]]))
+
+    def first(values: Callable[[Costs], Sequence[float]]) -> float:
+        return float(np.mean([v for c in costs for v in values(c)[:FIRST_STEPS]]))
+
+    num_bytes, reads = after(lambda c: c.bytes_read), after(lambda c: c.reads)
+    return {
+        "sequence": sequence.name,
+        "configuration": setup.name,
+        "ms_per_token": 1e3 * scale * after(lambda c: c.step_s),
+        "fetch_ms": 1e3 * scale * after(lambda c: c.fetch_s),
+        "kib_per_token": scale * num_bytes / 1024,
+        "reads_per_token": scale * reads,
+        "kib_per_read": num_bytes / 1024 / reads if reads else None,
+        "first_fetch_ms": 1e3 * scale * first(lambda c: c.fetch_s),
+        "first_kib_per_token": scale * first(lambda c: c.bytes_read) / 1024,
+    }
+
+
+def summarise(name: str, costs: dict[str, list[Costs]], summary: dict[str, Any]) -> None:
+    def mean_after(setup: str, values: Callable[[Costs], Sequence[float]]) -> float:
+        return float(np.mean([v for c in costs[setup] for v in values(c)[FIRST_STEPS:]]))
+
+    def median_after(setup: str) -> float:
+        return float(median([v for c in costs[setup] for v in c.step_s[FIRST_STEPS:]]))
+
+    def first_fetch(setup: str) -> float:
+        return float(np.mean([v for c in costs[setup] for v in c.fetch_s[:FIRST_STEPS]]))
+
+    summary[f"{name}_balanced_over_dram_ms"] = median_after("balanced") / median_after(DRAM.name)
+    layerwise, blockwise = (mean_after(m, lambda c: c.bytes_read) for m in ("layerwise", "blockwise"))
+    summary[f"{name}_layerwise_over_blockwise_bytes"] = layerwise / max(1.0, blockwise)
+    summary[f"{name}_warmup_gain"] = first_fetch("balanced, cold") / first_fetch("balanced")
+
+
+# ---- the disk ---------------------------------------------------------------------------------------------------
+
+
+def raw_write_rate(directory: Path, num_bytes: int = 256 << 20) -> float:
+    """Return the best bytes per second of writing one file front to back, flush included: past the cache and through it."""
+    rates = []
+    block = aligned_bytes(4 << 20)
+    block[:] = np.random.default_rng(0).integers(0, 256, len(block), dtype=np.uint8)
+    for flags in (os.O_DIRECT, 0, os.O_DIRECT):
+        path = directory / "raw"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600)
+        except OSError:
+            continue  # a file system without direct I/O
+        try:
+            begin = time.perf_counter()
+            for offset in range(0, num_bytes, len(block)):
+                os.pwrite(fd, block.data, offset)
+            os.fsync(fd)
+            rates.append(num_bytes / (time.perf_counter() - begin))
+        finally:
+            os.close(fd)
+            path.unlink()
+    return max(rates)
+
+
+def span_write_rate(sequence: Subject, directory: Path) -> float:
+    """Return the bytes per second of writing span files that are packed already: checksums, file, flush, rename."""
+    with open_session(sequence, directory / "write", DRAM) as session:
+        jobs: list[SealJob] = []
+        submit = session.spans.submit
+
+        def remember(job: SealJob) -> None:
+            jobs.append(job)
+            submit(job)
+
+        session.spans.submit = remember  # type: ignore[method-assign]
+        session.num_prompt = 4 * sequence.geometry.stretch_tokens
+        session.seal(sequence.layers)
+        seconds, num_bytes = 0.0, 0
+        for job in jobs:
+            header = session.spans._header(job)
+            begin = time.perf_counter()
+            span = write_span(session.data_dir, header.sequence, header, job.parts)
+            seconds += time.perf_counter() - begin
+            num_bytes += header.file_bytes
+            span.unlink()
+            span.close()
+    return num_bytes / seconds
+
+
+def read_over_raw(sequence: Subject, directory: Path) -> tuple[float, dict[str, Any]]:
+    """Time the batches of one cold step, checked and copied, beside bare reads of the same places at the same depth."""
+    made: list[tuple[int, Sequence[Wants]]] = []
+    ours: list[float] = []
+    with open_session(sequence, directory, SETUPS[2]) as session, torch.inference_mode():
+        session.attach()
+        fetcher = session.store.fetcher
+        batch_of = fetcher._batch
+
+        def remember(layer: int, wants: Sequence[Wants]) -> PageBatch:
+            made.append((layer, wants))
+            return batch_of(layer, wants)
+
+        fetcher._batch = remember  # type: ignore[method-assign]
+        sequence.run(session, session.begin_step())
+        fetcher._batch = batch_of  # type: ignore[method-assign]
+        engines: dict[str, ReadEngine] = {"threads": ThreadEngine()}
+        with contextlib.suppress(RingUnavailable):
+            engines["ring"] = RingEngine()
+        raw: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(5):
+            total, bare = 0.0, dict.fromkeys(raw, 0.0)
+            num_bytes = num_reads = 0
+            for layer, wants in made:
+                begin = time.perf_counter()
+                batch = PageBatch(fetcher.path, layer, wants, gap_bytes=fetcher.gap_bytes)
+                done = batch.finish()
+                total += time.perf_counter() - begin
+                num_bytes, num_reads = num_bytes + done.bytes_read, num_reads + done.num_reads
+                assert batch._plan is not None
+                plan = batch._plan.batch
+                for name, engine in engines.items():
+                    again = ReadBatch(
+                        plan.files, plan.file_of, plan.offsets, plan.lengths, plan.buffer, plan.at
+                    )
+                    begin = time.perf_counter()
+                    engine.start(again)
+                    engine.wait(again)
+                    bare[name] += time.perf_counter() - begin
+            ours.append(total)
+            for name, seconds in bare.items():
+                raw[name].append(seconds)
+        for engine in engines.values():
+            engine.close()
+    best = min(median(times) for times in raw.values())
+    detail = {
+        "read_mb_per_s": num_bytes / 1e6 / median(ours),
+        "raw_read_mb_per_s": num_bytes / 1e6 / best,
+        "kib_per_read": num_bytes / 1024 / num_reads,
+        "reads_per_batch": num_reads / len(made),
+    }
+    return best / median(ours), detail
+
+
+# ---- what is decoded --------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stand where a transformers model's attention stands: ``attend`` is called once per layer.
+
+    ``attend(layer, query, k, v, scale)`` takes query [token, kv_head, group, head_dim], k and v [token, kv_head,
+    head_dim], and returns what it attended, shaped as the query.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register("kvdrive_bench", self._forward)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, attn_implementation="kvdrive_bench"
+        )
+        self.model.eval()
+        self.attend: Callable[..., torch.Tensor] = self.record
+        config = self.model.config
+        self.geometry = Geometry(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+        )
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+        self.queries: list[torch.Tensor] = []
+
+    def _forward(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        heads, count = key.shape[1], query.shape[2]
+        grouped = query[0].transpose(0, 1).view(count, heads, -1, query.shape[3])
+        k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
+        out = self.attend(module.layer_idx, grouped, k, v, scaling)
+        return out.reshape(1, count, -1, query.shape[3]), None
+
+    def record(
+        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attend causally over everything, and keep it."""
+        assert layer == len(self.k)
+        self.k.append(k)
+        self.v.append(v)
+        self.queries.append(query[REAL_PROMPT - WARM_UP_QUERIES : REAL_PROMPT].clone())
+        folded = query.flatten(1, 2).transpose(0, 1)[None]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            folded,
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1).view(query.shape)
+
+    def forward(self, tokens: Sequence[int], first: int) -> torch.Tensor:
+        """Run tokens at positions from ``first`` on; returns the last one's logits."""
+        positions = torch.arange(first, first + len(tokens))[None]
+        out = self.model(
+            torch.tensor([list(tokens)]), position_ids=positions, use_cache=False, logits_to_keep=1
+        )
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+
+def record_real(progress: Progress) -> Subject:
+    """Run the packaged model over a real text once; its decode steps will run it again over the store."""
+    path = model_path()
+    (tokens,) = prompts(ModelTokenizer(path), [REAL_PROMPT + REAL_STEPS])
+    recorder = Recorder(path)
+    with torch.inference_mode():
+        recorder.forward(tokens[:REAL_PROMPT], 0)
+
+    def step(session: TierSession, planned: DecodeStep) -> torch.Tensor:
+        recorder.attend = planned.attend
+        return recorder.forward(session.tokens[session.num_tokens :][:1].tolist(), session.num_tokens)
+
+    return Subject(
+        "real",
+        recorder.geometry,
+        tokens,
+        REAL_PROMPT,
+        REAL_STEPS,
+        lambda layer: (recorder.k[layer], recorder.v[layer]),
+        lambda layer: recorder.queries[layer],
+        step,
+    )
+
+
+HEADS, GROUP, HEAD_DIM, PAGE = 8, 4, 128, 8
+TOPIC_PAGES = 8  # pages of a topic lie anywhere in their stretch
+
+
+def page_topics(num_pages: int, heads: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw page means [page, head, HEAD_DIM]: half a topic of the stretch, half the page's own."""
+    per_stretch = 1024 // PAGE
+    topics = torch.randn(-(-num_pages // TOPIC_PAGES), heads, HEAD_DIM, generator=generator)
+    stretch = torch.arange(num_pages) // per_stretch * (per_stretch // TOPIC_PAGES)
+    chosen = stretch + torch.randint(per_stretch // TOPIC_PAGES, (num_pages,), generator=generator)
+    own = torch.randn(num_pages, heads, HEAD_DIM, generator=generator)
+    return (topics[chosen % len(topics)] + own) / 2**0.5
+
+
+def drifting(steps: int, stay: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw queries [step, head, HEAD_DIM] that keep ``stay`` ([head]) of themselves from step to step."""
+    now = torch.randn(len(stay), HEAD_DIM, generator=generator)
+    out = []
+    for _ in range(steps):
+        out.append(now)
+        fresh = torch.randn(now.shape, generator=generator)
+        now = stay[:, None] * now + (1 - stay[:, None] ** 2).sqrt() * fresh
+    return torch.stack(out)
+
+
+def stays_for(rates: np.ndarray, steps: int, num_pages: int) -> np.ndarray:
+    """Find the drift whose window cache hits as often as each of ``rates``, by trying many drifts once."""
+    generator = torch.Generator().manual_seed(1)
+    stays = 1 - np.logspace(-4, -0.3, 24)
+    budget = 1024 // PAGE
+    means = page_topics(num_pages, 1, generator)[:, 0]
+    queries = drifting(steps, torch.tensor(stays, dtype=torch.float32), generator)
+    geometry = Geometry(num_layers=1, num_kv_heads=len(stays), head_dim=1, page_size=1)
+    windows = WindowCaches(geometry, np.full((1, len(stays)), 2 * budget), num_pages, 1)
+    row = np.array([windows.lend().row])
+    for query in queries:
+        scores = query @ means.T
+        chosen = scores.topk(budget, dim=1).indices.sort(dim=1).values
+        windows.admit(0, row, chosen[None].numpy(), scores[None].numpy())
+    hits = windows.hits[0, 0] / (windows.hits[0, 0] + windows.misses[0, 0])
+    order = np.argsort(hits)
+    found: np.ndarray = np.interp(rates, hits[order], stays[order])
+    return found
+
+
+def make_shape(rates: np.ndarray, num_layers: int) -> Subject:
+    """Make up a sequence in the shape of an 8B model that hits its windows as often as the recorded one did."""
+    geometry = Geometry(num_layers=num_layers, num_kv_heads=HEADS, head_dim=HEAD_DIM, page_size=PAGE)
+    generator = torch.Generator().manual_seed(2)
+    num_tokens = SHAPE_PROMPT + SHAPE_STEPS
+    num_pages = geometry.num_pages(num_tokens)
+    stays = torch.tensor(stays_for(rates, SHAPE_STEPS, num_pages), dtype=torch.float32)
+    stays = stays[torch.randint(len(stays), (num_layers, HEADS), generator=generator)]
+    keys, values, queries = [], [], []
+    for layer in range(num_layers):
+        k = torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator)
+        k = k.mul_(0.3) + page_topics(num_pages, HEADS, generator).repeat_interleave(PAGE, 0)[:num_tokens]
+        keys.append(k.to(torch.bfloat16))
+        values.append(torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator).to(torch.bfloat16))
+        drift = drifting(WARM_UP_QUERIES + SHAPE_STEPS, stays[layer], generator)
+        spread = 0.1 * torch.randn(*drift.shape[:2], GROUP, HEAD_DIM, generator=generator)
+        queries.append((drift[:, :, None] + spread).to(torch.bfloat16))
+
+    def step(session: TierSession, planned: DecodeStep) -> torch.Tensor:
+        position = session.num_tokens
+        number = WARM_UP_QUERIES + position - SHAPE_PROMPT
+        here = slice(position, position + 1)
+        return torch.stack(
+            [
+                planned.attend(
+                    layer,
+                    queries[layer][number : number + 1],
+                    keys[layer][here],
+                    values[layer][here],
+                    session.scale,
+                )
+                for layer in range(num_layers)
+            ]
+        )
+
+    return Subject(
+        "shape",
+        geometry,
+        torch.randint(0, 50_000, (num_tokens,), generator=generator).tolist(),
+        SHAPE_PROMPT,
+        SHAPE_STEPS,
+        lambda layer: (keys[layer], values[layer]),
+        lambda layer: queries[layer][:WARM_UP_QUERIES],
+        step,
+        SHAPE_ALL_LAYERS / num_layers,
+    )
