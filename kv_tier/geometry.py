@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kv_tier.meta.errors import ConfigError
@@ -81,3 +82,10 @@ class Geometry:
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold ``num_tokens`` positions, the last one perhaps partly."""
         return -(-num_tokens // self.page_size)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """Return the raw bits of a contiguous tensor as uint16 or uint32, sharing its memory."""
+    if tensor.element_size() == 2:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.contiguous().view(torch.int32).numpy().view(np.uint32)

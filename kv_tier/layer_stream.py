@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from kv_tier.attention import TILE_TOKENS
 from kv_tier.frames import DUMMY_FRAME
-from kv_tier.geometry import Geometry
+from kv_tier.geometry import Geometry, bits
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
-from kv_tier.meta.read_engine import InlineEngine, Ints, ReadPath
+from kv_tier.meta.read_engine import InlineEngine, Ints, ReadBuffer, ReadPath
 from kv_tier.meta.span_batch import PageBatch, Wants
 from kv_tier.meta.span_file import SpanFile
 from kv_tier.page_table import NOWHERE
@@ -26,12 +27,14 @@ AHEAD = 3  # tiles under way, the one in use included
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Where a reader thread puts pages: rows ``at`` ([kv_head * page] int64) of ``k`` and ``v``."""
+class _Wanted:
+    """Pages of one tile that one span has: logical ``pages`` and their ``ordinals``; ``at`` [kv_head, page] are the rows
+    of a frame arena, or of a staging buffer, that receive them."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    at: torch.Tensor
+    span: SpanFile
+    pages: Ints
+    ordinals: Ints
+    at: Ints
 
 
 @dataclass
@@ -44,7 +47,7 @@ class _Read:
     error: Exception | None = None
 
 
-_Job = tuple[SpanFile, Ints, Ints, "Future[_Read]"]  # span, logical pages, ordinals, result
+_buffers = threading.local()  # one per reader thread
 
 
 def stream_bytes(geometry: Geometry) -> int:
@@ -74,7 +77,7 @@ class LayerStream:
             np.unique(t[(table.frames[t] == NOWHERE) & (table.span_of[t] != NOWHERE)]) for t in self._tiles
         ]
         self._next = 0  # (layer, tile) in the order they are used, as one number
-        self._jobs: dict[int, list[_Job]] = {}
+        self._jobs: dict[int, list[tuple[_Wanted, Future[_Read]]]] = {}
         self._frame_of = table.frame_of
         self._frames: torch.Tensor | None = None
         self._kept = np.unique(np.concatenate(self._away or [np.zeros(0, np.int64)]))
@@ -93,6 +96,7 @@ class LayerStream:
                 (torch.zeros(shape, dtype=geometry.dtype), torch.zeros(shape, dtype=geometry.dtype))
                 for _ in range(ahead)
             ]
+        self._plans = [self._wanted(away) for away in self._away]
 
     def _can_keep(self, pages: np.ndarray) -> bool:
         """Whether frames for every page on its way can be had without spilling."""
@@ -104,32 +108,35 @@ class LayerStream:
             store.pinned[pages] = False
         return store.frames.num_free >= count
 
-    def _destination(self, number: int, tile: int, chosen: Ints) -> _Rows:
-        """Return where pages ``chosen`` (numbers within the tile's pages on their way) of step ``number`` go."""
-        frames, heads = self.store.frames, self.store.geometry.num_kv_heads
-        if self._frames is not None:
-            layer = number // len(self._tiles)
-            at = frames.head_base[:, None] + self._frame_of[torch.from_numpy(self._away[tile][chosen])]
-            return _Rows(frames.k_rows[layer], frames.v_rows[layer], at.view(-1))
-        k, v = self._staging[number % len(self._staging)]
-        at = (torch.arange(heads) * len(self._away[tile]))[:, None] + torch.from_numpy(chosen)
-        return _Rows(k, v, at.view(-1))
+    def _wanted(self, away: Ints) -> list[_Wanted]:
+        """Sort the pages of a tile that are on their way by the span that has them."""
+        store, heads = self.store, np.arange(self.store.geometry.num_kv_heads)[:, None]
+        handles = store.table.span_of[away]
+        wanted = []
+        for handle in np.unique(handles).tolist():
+            chosen = np.flatnonzero(handles == handle)
+            if self._frames is not None:
+                at = heads * store.frames.num_frames + self._frame_of.numpy()[away[chosen]]
+            else:
+                at = heads * len(away) + chosen
+            pages = away[chosen]
+            wanted.append(_Wanted(store.span_files[handle], pages, store.table.ordinal_of[pages], at))
+        return wanted
 
     def _request(self, number: int) -> None:
         layer, tile = divmod(number, len(self._tiles))
         if number in self._jobs or layer >= self.store.geometry.num_layers or not len(self._away[tile]):
             return
-        store, away = self.store, self._away[tile]
-        handles = store.table.span_of[away]
-        jobs: list[_Job] = []
-        for handle in np.unique(handles).tolist():
-            chosen = np.flatnonzero(handles == handle)
-            span, ordinals = store.span_files[handle], store.table.ordinal_of[away[chosen]]
-            into = self._destination(number, tile, chosen)
-            path = store.fetcher.path
-            job = store.readers.submit(_read_layer, path, span, layer, ordinals, store.geometry.dtype, into)
-            jobs.append((span, away[chosen], ordinals, job))
-        self._jobs[number] = jobs
+        store = self.store
+        if self._frames is not None:
+            k, v = store.frames.k_rows[layer], store.frames.v_rows[layer]
+        else:
+            k, v = self._staging[number % len(self._staging)]
+        path = store.fetcher.path
+        self._jobs[number] = [
+            (wanted, store.readers.submit(_read_layer, path, layer, wanted, k, v))
+            for wanted in self._plans[tile]
+        ]
 
     def _arrive(self, number: int) -> None:
         """Wait for a tile; the next ones are on their way then, one staging buffer each."""
@@ -137,15 +144,15 @@ class LayerStream:
         for later in range(number, number + ahead):
             self._request(later)
         store = self.store
-        for span, pages, ordinals, job in self._jobs.pop(number, []):
+        for wanted, job in self._jobs.pop(number, []):
             done = job.result()
             self.bytes_read += done.num_bytes
             store.counters.bytes_read += done.num_bytes
             store.counters.reads += done.num_reads
             if done.error is not None:
-                bad = done.bad or ordinals.tolist()
-                store.lose(span, bad, done.error)
-                self.lost_pages.update(pages[np.isin(ordinals, bad)].tolist())
+                bad = done.bad or wanted.ordinals.tolist()
+                store.lose(wanted.span, bad, done.error)
+                self.lost_pages.update(wanted.pages[np.isin(wanted.ordinals, bad)].tolist())
 
     def gather(self, layer: int, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the next tile, whose pages are ``pages``: each [kv_head, n, page_size, head_dim],
@@ -200,30 +207,31 @@ class LayerStream:
         self._frames = None
 
 
-def _read_layer(
-    path: ReadPath, span: SpanFile, layer: int, ordinals: Ints, dtype: torch.dtype, into: _Rows
-) -> _Read:
-    """Read one layer of a span on a reader thread, in the order of ``ordinals``.
-
-    Args:
-        into: the rows that receive the pages, head after head; what fails is zeros.
-    """
-    header = span.header
+def _read_layer(path: ReadPath, layer: int, wanted: _Wanted, k: torch.Tensor, v: torch.Tensor) -> _Read:
+    """Read one layer of a span on a reader thread into rows of ``k`` and ``v``; what fails is zeros."""
+    span, ordinals, at = wanted.span, wanted.ordinals, wanted.at
+    heads = np.arange(span.header.num_kv_heads)[:, None]
     try:
-        data = span.read_layer(layer, path=path)
-        places = span.place_of[layer][:, ordinals].astype(np.int64)
+        data = span.read_layer(layer, path=path, buffer=_buffer())
         done = _Read(data.nbytes, 1)
+        if len(ordinals) == span.header.num_pages:  # in the order of the file, not of the pages
+            row_of = np.empty(at.shape, np.int64)
+            row_of[:, ordinals] = at
+            at = row_of[heads, span.order[layer]]
+        else:
+            data = data[heads, span.place_of[layer][:, ordinals]]
     except (CorruptExtentError, ExtentIoError) as error:
         data, done = _read_what_is_left(path, span, layer, ordinals, error)
-        places = np.tile(np.arange(len(ordinals)), (header.num_kv_heads, 1))
-    signed = data.reshape(-1).view(np.int16 if header.bits_dtype.itemsize == 2 else np.int32)
-    pages = torch.from_numpy(signed).view(dtype).view(-1, header.page_size * header.head_dim)
-    per_head = data.nbytes // (header.num_kv_heads * header.page_head_bytes)
-    first = (torch.arange(header.num_kv_heads) * per_head)[:, None]
-    rows = (2 * (torch.from_numpy(places) + first)).flatten()
-    into.k.index_copy_(0, into.at, pages.index_select(0, rows))
-    into.v.index_copy_(0, into.at, pages.index_select(0, rows + 1))
+    pages = data.view(span.header.bits_dtype).reshape(at.size, 2, -1)
+    for rows, half in ((k, 0), (v, 1)):
+        bits(rows)[at.reshape(-1)] = pages[:, half]  # numpy moves rows twice as fast as torch does
     return done
+
+
+def _buffer() -> ReadBuffer:
+    if not hasattr(_buffers, "buffer"):
+        _buffers.buffer = ReadBuffer()
+    return cast(ReadBuffer, _buffers.buffer)
 
 
 def _read_what_is_left(

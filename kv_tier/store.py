@@ -13,7 +13,7 @@ import torch
 from kv_tier.clusters import cluster_pages
 from kv_tier.fetch import Fetcher
 from kv_tier.frames import DUMMY_FRAME, FrameArena
-from kv_tier.geometry import Geometry
+from kv_tier.geometry import Geometry, bits
 from kv_tier.layer_stream import LayerStream
 from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
 from kv_tier.meta.page_keys import page_keys
@@ -325,10 +325,10 @@ class TieredStore:
         parts = SpanParts(
             tokens=tokens,
             keys=list(keys),
-            means=_bits(means),
+            means=bits(means),
             order=order.view(shape).numpy().astype(np.uint16),
             clusters=assignment.gather(1, order).view(shape).numpy().astype(np.uint16),
-            centroids=_bits(centroids.to(geometry.dtype).view(*shape[:2], num_clusters, -1)),
+            centroids=bits(centroids.to(geometry.dtype).view(*shape[:2], num_clusters, -1)),
             kv=packed,
         )
         exact = self.table.exact[pages]
@@ -355,7 +355,7 @@ class TieredStore:
             for source, half in ((k, 0), (v, 1)):
                 index = order[layer][:, :, None, None].expand(-1, -1, geometry.page_size, geometry.head_dim)
                 packed[layer, :, :, half] = source.gather(1, index)
-        return None if stream.lost_pages else _bits(packed)
+        return None if stream.lost_pages else bits(packed)
 
     def collect_sealed(self, wait_s: float = 0.0) -> None:
         """Bind pages to the spans that were finished since the last call."""
@@ -481,13 +481,6 @@ class TieredStore:
         self.collect_sealed()
         for span in self.span_files.values():
             span.close()
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the raw bits of a contiguous tensor as uint16 or uint32, sharing its memory."""
-    if tensor.element_size() == 2:
-        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-    return tensor.contiguous().view(torch.int32).numpy().view(np.uint32)
 
 
 def _unreadable(span: SpanFile, path: ReadPath) -> set[int]:

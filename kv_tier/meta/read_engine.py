@@ -38,6 +38,19 @@ def aligned_bytes(length: int) -> Bytes:
     return raw[start : start + length]
 
 
+class ReadBuffer:
+    """Memory for one read after another of one thread: touched once, not once per read."""
+
+    def __init__(self) -> None:
+        self._memory = aligned_bytes(0)
+
+    def take(self, length: int) -> Bytes:
+        """Return ``length`` bytes that are the caller's until the next call."""
+        if len(self._memory) < length:
+            self._memory = aligned_bytes(length)
+        return self._memory[:length]
+
+
 @dataclass
 class ReadBatch:
     """Reads that belong together; the arrays are the engine's until ``wait`` returned.

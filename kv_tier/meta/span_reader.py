@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import KEY_BYTES
-from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath, aligned_bytes
+from kv_tier.meta.read_engine import THROUGH_CACHE, ReadBuffer, ReadPath, aligned_bytes
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
     Raw,
@@ -203,15 +203,18 @@ class SpanFile:
         shape = (header.num_layers, header.num_kv_heads, self.header.num_clusters, header.head_dim)
         return self._read_section(SectionType.CENTROIDS).view(header.bits_dtype).reshape(shape)
 
-    def read_layer(self, layer: int, *, path: ReadPath = THROUGH_CACHE) -> Raw:
+    def read_layer(
+        self, layer: int, *, path: ReadPath = THROUGH_CACHE, buffer: ReadBuffer | None = None
+    ) -> Raw:
         """Read one layer's KV with one I/O.
 
         Args:
             layer: 0-based layer of this shard.
             path: through the page cache or past it; its engine is not used.
+            buffer: receives the bytes; without it, new memory does.
 
         Returns:
-            [H, num_pages, 2, page_size, D] raw, owned by the caller; along axis 1 the pages stand in place order
+            [H, num_pages, 2, page_size, D] raw, owned by the caller (or the buffer); along axis 1 the pages stand in place order
             (``order``).
 
         Raises:
@@ -224,7 +227,7 @@ class SpanFile:
         offset = self._kv_offset(layer)
         start = offset // path.grid * path.grid
         end = -(-(offset + header.layer_bytes) // path.grid) * path.grid
-        data = aligned_bytes(end - start)
+        data = aligned_bytes(end - start) if buffer is None else buffer.take(end - start)
         read_into(fs, fd, self.path, data, start)
         if not path.direct and path is not THROUGH_CACHE:
             fs.drop_cache(fd)
