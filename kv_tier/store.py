@@ -17,7 +17,7 @@ from kv_tier.geometry import Geometry, bits
 from kv_tier.layer_stream import LayerStream
 from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
 from kv_tier.meta.page_keys import page_keys
-from kv_tier.meta.read_engine import ReadPath, choose_read_path
+from kv_tier.meta.read_engine import ReadPath, aligned_bytes, choose_read_path
 from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.modes import FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
@@ -348,13 +348,15 @@ class TieredStore:
             geometry.page_size,
             geometry.head_dim,
         )
-        packed = torch.empty(shape, dtype=geometry.dtype)
+        memory = aligned_bytes(len(pages) * geometry.page_bytes)  # it can be written past the page cache
+        packed = torch.from_numpy(memory).view(geometry.dtype).view(shape)
         stream = LayerStream(self, [pages])
+        first = (torch.arange(geometry.num_kv_heads) * len(pages))[:, None]
         for layer in range(geometry.num_layers):
-            k, v = stream.gather(layer, pages)
-            for source, half in ((k, 0), (v, 1)):
-                index = order[layer][:, :, None, None].expand(-1, -1, geometry.page_size, geometry.head_dim)
-                packed[layer, :, :, half] = source.gather(1, index)
+            rows = (order[layer] + first).view(-1)
+            for half, source in enumerate(stream.gather(layer, pages)):
+                flat = source.view(-1, geometry.page_elements).index_select(0, rows)
+                packed[layer, :, :, half] = flat.view(source.shape)
         return None if stream.lost_pages else bits(packed)
 
     def collect_sealed(self, wait_s: float = 0.0) -> None:

@@ -5,6 +5,7 @@ Every method is one system call and raises OSError as the kernel reports it; cal
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,15 @@ class FileSystem:
     def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Fill writable buffers in order; returns the bytes read, fewer at the end of the file."""
         return os.preadv(fd, buffers, offset)
+
+    def set_direct(self, fd: int, direct: bool) -> bool:
+        """Let reads and writes of a descriptor go past the page cache, or not; False where that is not possible."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return True
 
     def drop_cache(self, fd: int) -> None:
         """Let the page cache forget what is clean of a file."""

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 from kv_tier.meta.data_dir import DataDir, span_name, temporary_name
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import KEY_BYTES
+from kv_tier.meta.read_engine import ALIGNMENT
 from kv_tier.meta.span_format import (
     Raw,
     Section,
@@ -33,6 +35,7 @@ from kv_tier.meta.span_format import (
 from kv_tier.meta.span_io import Bytes, bytes_of, check_array, inverse, naming, write_all
 from kv_tier.meta.span_reader import SpanFile
 
+CHUNK_BYTES = 4 << 20
 _NO_UNLINKED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
@@ -46,7 +49,8 @@ class SpanParts:
         means: [L, H, n, D] raw; page means, by page ordinal.
         order: [L, H, n] uint16; page ordinal stored at each place, a permutation per (layer, KV head).
         clusters: [L, H, n] uint16; cluster id at each place.
-        kv: L arrays [H, n (place), 2 (K, V), page_size, D] raw, C-contiguous; one array [L, ...] serves too.
+        kv: L arrays [H, n (place), 2 (K, V), page_size, D] raw, C-contiguous; one array [L, ...] serves too, and goes
+            past the page cache if its memory is aligned (``read_engine.aligned_bytes``).
         centroids: [L, H, num_clusters, D] raw, or None without clusters.
     """
 
@@ -93,6 +97,7 @@ def write_span(
         span = _write_parts(fs, fd, path, header, parts, data_dir.spans_fd)
         with naming("fsync", path):
             fs.fsync(fd)
+        fs.drop_cache(fd)
         with naming("rename", path):
             fs.rename(temporary, final, source_dir_fd=data_dir.spans_fd, target_dir_fd=data_dir.spans_fd)
         with naming("fsync the directory of", path):
@@ -180,20 +185,58 @@ def _write_section(fs: FileSystem, fd: int, path: Path, section: Section, data: 
 def _write_kv(
     fs: FileSystem, fd: int, path: Path, header: SpanHeader, kv: Iterable[Raw], section: Section
 ) -> tuple[Raw, Raw]:
-    """Write layer after layer and the padding; return [num_extents] page and [L] layer checksums."""
+    """Write all layers and the padding; return [num_extents] page and [L] layer checksums.
+
+    One array in aligned memory goes to the disk past the page cache, while its checksums are computed.
+    """
+    if isinstance(kv, np.ndarray) and kv.flags.c_contiguous and kv.ctypes.data % ALIGNMENT == 0:
+        data = kv.reshape(-1).view(np.uint8)
+        with ThreadPoolExecutor(1, thread_name_prefix="kvdrive-writer") as writer:
+            written = writer.submit(_write_past_cache, fs, fd, path, data, section)
+            crcs = _checksums(header, kv)
+            written.result()
+        return crcs
+    offset = section.offset
+    layers = list(kv)
+    for layer in layers:
+        data = layer.reshape(-1).view(np.uint8)
+        write_all(fs, fd, path, data, offset)
+        offset += header.layer_bytes
+    write_all(fs, fd, path, np.zeros(section.end - offset, np.uint8), offset)
+    return _checksums(header, layers)
+
+
+def _checksums(header: SpanHeader, layers: Iterable[Raw]) -> tuple[Raw, Raw]:
+    """Return the checksums of every page, [num_extents], and of every layer, [L]."""
     shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
     page_crcs: list[int] = []
     layer_crcs: list[int] = []
-    offset = section.offset
-    for layer in kv:
+    for layer in layers:
         data = bytes_of(layer, shape, header)
         page_crcs += crc32c_rows(data.reshape(-1, header.page_head_bytes))
         layer_crcs.append(crc32c(data))
-        write_all(fs, fd, path, data, offset)
-        offset += header.layer_bytes
     assert len(layer_crcs) == header.num_layers, (len(layer_crcs), header.num_layers)
-    write_all(fs, fd, path, np.zeros(section.end - offset, np.uint8), offset)
     return np.array(page_crcs, np.uint32), np.array(layer_crcs, np.uint32)
+
+
+def _write_past_cache(fs: FileSystem, fd: int, path: Path, data: Bytes, section: Section) -> None:
+    """Write a section and its padding in large direct writes; through the page cache where there are none."""
+    whole = len(data) // ALIGNMENT * ALIGNMENT
+    done = 0
+    if fs.set_direct(fd, True):
+        try:
+            while done < whole:
+                chunk = data[done : min(done + CHUNK_BYTES, whole)]
+                with naming("write", path, section.offset + done):
+                    written = fs.pwrite(fd, chunk, section.offset + done)
+                done += written
+                if written < len(chunk):
+                    break  # the rest may lie off the device's grid
+        finally:
+            fs.set_direct(fd, False)
+    tail = np.zeros(section.end - section.offset - done, np.uint8)
+    tail[: len(data) - done] = data[done:]
+    write_all(fs, fd, path, tail, section.offset + done)
 
 
 def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequence[bytes]) -> None:

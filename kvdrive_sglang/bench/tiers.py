@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kv_tier.attention import attend_masked
 from kv_tier.geometry import Geometry
 from kv_tier.meta.read_engine import (
     ReadBatch,
@@ -360,7 +361,9 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         AttentionInterface.register("kvdrive_bench", self._forward)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16, attn_implementation="kvdrive_bench"
@@ -401,16 +404,8 @@ class Recorder:
         self.k.append(k)
         self.v.append(v)
         self.queries.append(query[REAL_PROMPT - WARM_UP_QUERIES : REAL_PROMPT].clone())
-        folded = query.flatten(1, 2).transpose(0, 1)[None]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            folded,
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return out[0].transpose(0, 1).view(query.shape)
+        out, _ = attend_masked(query, k.transpose(0, 1), v.transpose(0, 1), None, scale, causal=True)
+        return out
 
     def forward(self, tokens: Sequence[int], first: int) -> torch.Tensor:
         """Run tokens at positions from ``first`` on; returns the last one's logits."""

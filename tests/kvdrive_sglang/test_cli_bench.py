@@ -80,7 +80,9 @@ def test_a_summary_key_that_is_missing_is_our_fault(toy: SimpleNamespace) -> Non
 
 def test_every_registered_benchmark_is_found() -> None:
     names = {name: module for name, module in bench_command.BENCHES.items() if name != "toy"}
-    assert names == {name: f"kvdrive_sglang.bench.{name}" for name in ("exactness", "decode", "resume")}
+    assert names == {
+        name: f"kvdrive_sglang.bench.{name}" for name in ("exactness", "decode", "resume", "tiers")
+    }
 
 
 def test_environment_names_machine_and_versions() -> None:

@@ -7,14 +7,17 @@ import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_tier.meta import span_writer
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError, FingerprintMismatch, KVDriveError
+from kv_tier.meta.read_engine import aligned_bytes
 from kv_tier.meta.span_file import (
     SpanFile,
     SpanParts,
@@ -264,6 +267,63 @@ def test_a_failed_operation_leaves_no_span(data_dir: DataDir, error: int) -> Non
         assert os.listdir(data_dir.spans_fd) == [], operation
         assert fs.operations.count("fsync") <= 1, "a failed fsync is final"
     write_span(data_dir, 1, header, parts).close()
+
+
+def aligned(header: SpanHeader, parts: SpanParts) -> SpanParts:
+    """Return the same parts with the KV in memory that direct writes accept."""
+    kv = np.asarray(parts.kv)
+    memory = aligned_bytes(kv.nbytes)
+    memory[:] = kv.reshape(-1).view(np.uint8)
+    return replace(parts, kv=memory.view(kv.dtype).reshape(kv.shape))
+
+
+class NoDirect(FaultyFileSystem):
+    """A file system without direct I/O."""
+
+    def set_direct(self, fd: int, direct: bool) -> bool:
+        return False
+
+
+class ShortWrites(FaultyFileSystem):
+    """A disk that takes the first block of a large write and no more."""
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        return super().pwrite(fd, data[:512], offset)
+
+
+@pytest.mark.parametrize("head_dim", [1, 33, 64])
+def test_aligned_kv_is_written_the_same(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, head_dim: int
+) -> None:
+    monkeypatch.setattr(span_writer, "CHUNK_BYTES", 8192)
+    shape = replace(TINY, head_dim=head_dim, num_kv_heads=3, page_size=8, stretch_tokens=128)
+    files = []
+    for span_id, fs in enumerate((None, FaultyFileSystem(), ShortWrites(), NoDirect()), start=1):
+        header, parts = sample_span(shape, num_pages=13)
+        header = replace(header, sequence=span_id)
+        given = parts if fs is None else aligned(header, parts)
+        write_span(data_dir, span_id, header, given, fs=fs or FaultyFileSystem()).close()
+        span = SpanFile.open(data_dir.span_path(span_id))
+        assert span.verify() == []
+        kv = span.sections[SectionType.KV]
+        files.append(data_dir.span_path(span_id).read_bytes()[kv.offset :])
+        span.close()
+    assert len(set(files)) == 1
+
+
+@pytest.mark.crash
+def test_a_failed_direct_write_leaves_no_span(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_writer, "CHUNK_BYTES", 4096)
+    header, parts = sample_span(replace(TINY, head_dim=64, page_size=8, stretch_tokens=64), num_pages=8)
+    counted = FaultyFileSystem()
+    write_span(data_dir, 1, header, aligned(header, parts), fs=counted).close()
+    (data_dir.path / "spans" / data_dir.span_path(1).name).unlink()
+    assert counted.operations.count("pwrite") > 6
+    for fail_at in range(len(counted.operations)):
+        fs = FaultyFileSystem(fail_at, error=errno.ENOSPC)
+        with pytest.raises(ExtentIoError, match=os.strerror(errno.ENOSPC)):
+            write_span(data_dir, 1, header, aligned(header, parts), fs=fs)
+        assert os.listdir(data_dir.spans_fd) == [], fail_at
 
 
 @pytest.mark.crash
