@@ -179,6 +179,21 @@ class Catalog:
             await self._redis.zrem(self._list_key(tenant, kind), member)
             await self._redis.delete(self._row_key(session_id), self._keys_key(session_id))
 
+    async def stored_ids(self) -> set[str]:
+        """Walk through all keys of the data directory; return the sessions that have a row or page keys, listed or not."""
+        found: set[str] = set()
+        async with self._reached():
+            async for key in self._redis.scan_iter(match=f"{self._prefix}{{*", count=1000):
+                name, _, what = key.decode().removeprefix(self._prefix).partition("}:")
+                if what in ("row", "keys"):
+                    found.add(name.removeprefix("{"))
+        return found
+
+    async def forget(self, session_id: str) -> None:
+        """Forget the row and page keys of a session that no list names."""
+        async with self._reached():
+            await self._redis.delete(self._row_key(session_id), self._keys_key(session_id))
+
     async def page_keys(self, session_id: str) -> Sequence[bytes]:
         """Read a session's page keys, 32 bytes each."""
         async with self._reached():

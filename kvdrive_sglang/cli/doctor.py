@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
 import os
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kv_tier.meta.data_dir import lock_owner
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
 from kvdrive_sglang.bench.report import show_bytes, version_of
 
@@ -303,17 +303,6 @@ def _silent_engine(root: Path, error: Exception) -> Check:
         f"pid {owner} owns the directory and does not answer on engine.sock ({error}): it starts, or hangs"
     )
     return Check("engine", State.WARN, detail)
-
-
-def lock_owner(path: Path) -> str | None:
-    """Return the pid that a lock file names if the lock is held, without touching the lock; None otherwise."""
-    with contextlib.suppress(OSError):
-        inode = str(path.stat().st_ino)
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if "FLOCK" in fields and fields[-3].rpartition(":")[2] == inode:
-                return path.read_text().strip() or "unknown"
-    return None
 
 
 def check_service(address: str) -> Check:

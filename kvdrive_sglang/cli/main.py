@@ -11,7 +11,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kv_tier.meta.errors import KVDriveError
-from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command
+from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command, fsck_command
 from kvdrive_sglang.packaged_model import PackagedModelError
 
 CLIENT_PACKAGES = ("grpc", "google", "kv_services")
@@ -49,6 +49,7 @@ def build_app() -> typer.Typer:
         )
     bench_command.register(app)
     doctor.register(app)
+    fsck_command.register(app)
     return app
 
 

@@ -321,6 +321,7 @@ class Sessions:
             self._store.clock(),
             label.title,
             dict(label.labels),
+            self._store.salt_id(call.tenant),
         )
 
     async def _open_session(self, tenant: str, session_id: str) -> Conversation:

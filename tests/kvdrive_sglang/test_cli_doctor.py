@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.data_dir import DataDir, lock_owner
 from kv_tier.meta.embedded_valkey import EmbeddedValkey
 from kvdrive_sglang.cli import doctor as program
 from kvdrive_sglang.cli.doctor import Check, State
@@ -96,10 +96,10 @@ def test_spans_are_counted_and_damage_is_named(data: Path) -> None:
 
 
 def test_an_owner_that_does_not_answer(data: Path) -> None:
-    assert program.lock_owner(data / "engine.lock") is None
+    assert lock_owner(data / "engine.lock") is None
     assert program.check_engine(data).state is State.NOTE
     with DataDir.open(data, role="engine"):
-        assert program.lock_owner(data / "engine.lock") == str(os.getpid())
+        assert lock_owner(data / "engine.lock") == str(os.getpid())
         check = program.check_engine(data)
     assert check.state is State.WARN and str(os.getpid()) in check.detail
 
