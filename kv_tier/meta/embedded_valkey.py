@@ -62,7 +62,10 @@ class EmbeddedValkey:
         """Return the URL of the server that runs in `directory`, None when none answers there; starts nothing."""
         path = directory.resolve() / "valkey.sock"
         try:
-            with redis.Redis(unix_socket_path=str(path), socket_timeout=2.0, protocol=2) as client:
+            at_once = Retry(NoBackoff(), 0)
+            with redis.Redis(
+                unix_socket_path=str(path), socket_timeout=2.0, protocol=2, retry=at_once
+            ) as client:
                 client.ping()
         except (RedisError, OSError):
             return None
