@@ -3,6 +3,7 @@
 #   make demo    the whole path on a real model: ingest, ask, fork, suspend, kill, resume
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
+#   make soak    kill a writer 200 times, reopen, check (minutes); SOAK="--rounds N --seed N"
 #   make bench   exactness, decode and resume, as tables and as JSON in bench-results/
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
 #   make clean   remove what was built            make distclean   and the environment and model too
@@ -17,7 +18,7 @@ SOURCES := kvdrive_sglang kv_tier kernels services benchmarks tests
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check proto bench lock clean distclean venv
+.PHONY: demo test soak check proto bench lock clean distclean venv
 .DEFAULT_GOAL := venv
 
 venv: $(READY)
@@ -28,6 +29,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest tests/kv_kernels
 	$(BIN)/pytest
+
+SOAK ?= --rounds 200
+
+soak: $(READY)
+	$(BIN)/python -m tests.faults.kill_rounds $(SOAK)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linke
 MIB = 1 << 20
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -34,7 +35,9 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
         device_bytes: window caches and indexes of the running requests.
         dram_bytes: frames, page means and tables.
-        ssd_bytes: span files.
+        ssd_bytes: span files and quarantined ones; never more, the file being written included.
+        ssd_high_watermark, ssd_low_watermark: fractions of ssd_bytes; a write that passes the high one first evicts spans that
+            nobody uses, least recently used first, down to the low one.
         logical_tokens: positions that may run or stay in the tree at once; 0 takes four times the frames.
         strict_data_dir: refuse a data directory with spans of another model or layout.
         model_revision: stands for the weights in the fingerprint instead of a digest of the files.
@@ -54,6 +57,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device_bytes: Positive = 2048 * MIB
     dram_bytes: Positive = 2048 * MIB
     ssd_bytes: Positive = 32 * 1024 * MIB
+    ssd_high_watermark: Fraction = 0.95
+    ssd_low_watermark: Fraction = 0.85
     logical_tokens: NotNegative = 0
     strict_data_dir: bool = False
     model_revision: str | None = None
@@ -63,6 +68,10 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if not self.data_dir:
             raise ConfigError("data_dir is empty: name a directory on a local disk")
+        if self.ssd_low_watermark > self.ssd_high_watermark:
+            raise ConfigError(
+                f"ssd_low_watermark={self.ssd_low_watermark} is above ssd_high_watermark={self.ssd_high_watermark}: lower it"
+            )
 
     def selection_digest(self) -> bytes:
         """Return 32 bytes over everything that decides what sparse attention attends."""

@@ -159,13 +159,14 @@ class Catalog:
             rows = [_row(values) for values in await pipe.execute()]
         return [row for row in rows if row is not None], members[limit - 1] if len(members) > limit else ""
 
+    async def tenants(self) -> Sequence[str]:
+        """List the tenants that ever had a session, sorted."""
+        async with self._reached():
+            return sorted(tenant.decode() for tenant in await self._redis.smembers(f"{self._prefix}tenants"))
+
     async def all_members(self) -> AsyncIterator[tuple[str, str, str]]:
         """Walk through every list entry of the data directory: tenant, kind, member."""
-        async with self._reached():
-            tenants = sorted(
-                tenant.decode() for tenant in await self._redis.smembers(f"{self._prefix}tenants")
-            )
-        for tenant in tenants:
+        for tenant in await self.tenants():
             for kind in ("session", "document"):
                 async with self._reached():
                     members = await self._redis.zrange(self._list_key(tenant, kind), 0, -1)
@@ -231,6 +232,16 @@ class Catalog:
                 theirs = await self._redis.getrange(key, middle * KEY_BYTES, (middle + 1) * KEY_BYTES - 1)
                 low, high = (middle + 1, high) if theirs == keys[middle] else (low, middle)
         return low
+
+    async def holds(self, session_id: str, places: Sequence[tuple[int, bytes]]) -> Sequence[bool]:
+        """Tell for each (ordinal, page key) whether a session has that page."""
+        key = self._keys_key(session_id)
+        async with self._reached():
+            pipe = self._redis.pipeline(transaction=False)
+            for ordinal, _ in places:
+                pipe.getrange(key, ordinal * KEY_BYTES, (ordinal + 1) * KEY_BYTES - 1)
+            found = await pipe.execute()
+        return [theirs == wanted for theirs, (_, wanted) in zip(found, places, strict=True)]
 
     async def remember(
         self, tenant: str, what: str, request_id: str, result: dict[str, Any], ttl_s: int

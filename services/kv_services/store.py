@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_services import conversation as conversations
@@ -175,19 +175,33 @@ class SessionStore:
         await asyncio.to_thread(token_log.remove, path, self.fs)
         await self.catalog.remove(self.row(conversation, 0))
 
-    async def num_shared(self, conversation: Conversation, keys: Sequence[bytes]) -> int:
-        """Count the leading pages of `keys` that some other session or document of the tenant has too."""
-        most = 0
+    async def rows(self, tenant: str) -> AsyncIterator[SessionRow]:
+        """Walk through the rows of a tenant's sessions and documents."""
         for kind in conversations.Kind:
             after = ""
             while True:
-                rows, after = await self.catalog.list(conversation.tenant, kind, after, limit=500)
+                rows, after = await self.catalog.list(tenant, kind, after, limit=500)
                 for row in rows:
-                    if row.session_id != conversation.session_id:
-                        most = max(most, await self.catalog.num_shared(row.session_id, keys))
+                    yield row
                 if not after:
                     break
+
+    async def num_shared(self, conversation: Conversation, keys: Sequence[bytes]) -> int:
+        """Count the leading pages of `keys` that some other session or document of the tenant has too."""
+        most = 0
+        async for row in self.rows(conversation.tenant):
+            if row.session_id != conversation.session_id:
+                most = max(most, await self.catalog.num_shared(row.session_id, keys))
         return most
+
+    async def unowned(self, conversation: Conversation, places: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        """Pick the page keys among `places` (ordinal, key) that no other session or document of the tenant has."""
+        left = list(places)
+        async for row in self.rows(conversation.tenant):
+            if left and row.session_id != conversation.session_id:
+                held = await self.catalog.holds(row.session_id, left)
+                left = [place for place, taken in zip(left, held, strict=True) if not taken]
+        return [key for _, key in left]
 
     async def rebuild(self) -> Rebuild:
         """Make the catalog tell what the logs tell, and end deletions that a crash cut short.
