@@ -3,6 +3,7 @@
 #   make demo    the whole path on a real model: ingest, ask, fork, suspend, kill, resume
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
+#   make soak    kill a writer 200 times, reopen, check (minutes); SOAK="--rounds N --seed N"
 #   make bench   exactness, decode and resume, as tables and as JSON in bench-results/
 #   make bench-gpu   every kernel checked and timed on this machine's GPU (torch and Triton only)
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
@@ -20,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 # The packaged model, fetched once for demo, tests and benchmarks.
 export KVDRIVE_CACHE ?= $(CURDIR)/.cache
 
-.PHONY: demo test check proto bench bench-gpu lock clean distclean venv
+.PHONY: demo test soak check proto bench bench-gpu lock clean distclean venv
 .DEFAULT_GOAL := venv
 
 venv: $(READY)
@@ -31,6 +32,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest tests/kv_kernels
 	$(BIN)/pytest
+
+SOAK ?= --rounds 200
+
+soak: $(READY)
+	$(BIN)/python -m tests.faults.kill_rounds $(SOAK)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kv_tier.geometry import DTYPES, Geometry
-from kv_tier.meta.data_dir import DataDir
-from kv_tier.meta.errors import CapacityError, KVDriveError
+from kv_tier.meta.data_dir import DataDir, claimed_id, span_name, temporary_name
+from kv_tier.meta.errors import CapacityError, ConfigError, ExtentIoError, KVDriveError
+from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.span_file import (
     SpanFile,
     SpanParts,
     quarantine_span,
     scan_spans,
+    supersedes,
     write_span,
     write_unlinked_span,
 )
 from kv_tier.meta.span_format import NO_SELECTION, Shape, SpanHeader
 
 logger = logging.getLogger(__name__)
+
+KINDS = ("live", "foreign", "quarantine", "undeleted", "leftover", "retired", "spilled", "writing")
+"""What ``SpanStore.bytes_of`` counts. The files of the last three have no name, or are not whole yet."""
+
+TOUCH_EVERY_NS = 60 * 10**9
+"""How old the use that a file's modification time tells may be before the next use is written there."""
 
 DTYPE_CODES = {DTYPES["bfloat16"]: 1, DTYPES["float16"]: 2, DTYPES["float32"]: 3}
 
@@ -67,11 +78,73 @@ class SealJob:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(frozen=True)
+class SpaceLimits:
+    """Say how many bytes ``spans/`` and ``quarantine/`` may hold.
+
+    Args:
+        ssd_bytes: never more than this, the file being written included.
+        high_watermark, low_watermark: fractions of it; a write that would pass the high one first evicts idle spans down to
+            the low one.
+    """
+
+    ssd_bytes: int
+    high_watermark: float = 1.0
+    low_watermark: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_watermark <= self.high_watermark <= 1:
+            raise ConfigError(
+                f"ssd_low_watermark={self.low_watermark}, ssd_high_watermark={self.high_watermark}: must be above 0, at most "
+                "1, and the low one not above the high one"
+            )
+
+    @property
+    def high_bytes(self) -> int:
+        return int(self.ssd_bytes * self.high_watermark)
+
+    @property
+    def low_bytes(self) -> int:
+        return int(self.ssd_bytes * self.low_watermark)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Say what the files that hold some pages are made of; ``kv + other_kv + index`` is the files' size.
+
+    ``kv_bytes``: those pages' KV. ``other_kv_bytes``: KV of other pages in the same files. ``index_bytes``: headers, tokens,
+    keys, means, centroids, packing order, checksums and padding.
+    """
+
+    num_spans: int
+    kv_bytes: int
+    other_kv_bytes: int
+    index_bytes: int
+
+    @property
+    def ssd_bytes(self) -> int:
+        return self.kv_bytes + self.other_kv_bytes + self.index_bytes
+
+
 class SpanStore:
-    """Own the span files of one engine: lookup by page key, sealing, dropping, quarantine.
+    """Own the span files of one engine: lookup by page key, sealing, dropping, quarantine, space.
 
     Reads happen on the caller's thread; writes on one background thread. ``lock`` guards the key map, which the
     control socket reads from its own thread.
+
+    ``bytes_of`` accounts for every byte of the two directories, by kind, and adds up to ``used_bytes``:
+
+        live         spans that can be restored           foreign     spans of other engines, files that are no spans
+        retired      unlinked, still attached             quarantine  damaged files, kept until their room is needed
+        spilled      unlinked files of unsealed pages     undeleted   whose removal failed; it is tried again
+        writing      reserved for the file being written  leftover    of writes that failed; removal is tried again
+
+    Spans leave in the order of their last use: an attach, or the release of the last attached page. A file's modification
+    time carries it over a restart, at most ``TOUCH_EVERY_NS`` old, unsynced.
+
+    Args:
+        ssd_bytes: a number of bytes, or limits with watermarks.
+        clock_ns: nanoseconds since the epoch.
 
     Raises:
         CapacityError, ExtentIoError: from the writer, handed out as ``SealJob.error``, never raised into a caller.
@@ -83,22 +156,37 @@ class SpanStore:
         geometry: Geometry,
         identity: Identity,
         *,
-        ssd_bytes: int,
+        ssd_bytes: int | SpaceLimits,
         num_outstanding: int = 2,
+        fs: FileSystem = REAL,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.data_dir = data_dir
         self.geometry = geometry
         self.identity = identity
-        self.ssd_bytes = ssd_bytes
+        self.limits = ssd_bytes if isinstance(ssd_bytes, SpaceLimits) else SpaceLimits(ssd_bytes)
+        self.fs = fs
+        self.clock_ns = clock_ns
         self.lock = threading.RLock()
         self.sealed = threading.Condition(self.lock)
         self.spans: dict[int, SpanFile] = {}
         self.places: dict[bytes, list[tuple[SpanFile, int]]] = {}
-        self.used_bytes = 0
+        self.pinned_keys: set[bytes] = set()
+        self.bytes_of: Counter[str] = Counter()
+        self.last_used_ns: dict[int, int] = {}
         self.num_foreign = 0
         self.num_quarantined = 0
         self.num_seal_errors = 0
+        self.num_remove_errors = 0
+        self.num_evicted = 0
         self.bytes_written = 0
+        self.bytes_spilled = 0
+        self.pages_written = 0
+        self.pages_rewritten = 0
+        self._kinds: dict[SpanFile, str] = {}
+        self._touched_ns: dict[int, int] = {}
+        self._undeleted: list[SpanFile] = []
+        self._leftovers: dict[str, int] = {}
         self._next_id = 1
         self._jobs: queue.Queue[SealJob | None] = queue.Queue(maxsize=num_outstanding)
         self._finished: queue.SimpleQueue[SealJob] = queue.SimpleQueue()
@@ -107,18 +195,33 @@ class SpanStore:
         self._writer = threading.Thread(target=self._write_jobs, name="kvdrive-sealer", daemon=True)
         self._writer.start()
 
+    @property
+    def used_bytes(self) -> int:
+        return self.bytes_of.total()
+
     # ---- what can be restored -------------------------------------------------------------------------------
 
     def _scan(self) -> None:
-        found, bad = scan_spans(self.data_dir)
-        self.num_quarantined += len(bad)
+        """Find what earlier engines left. Reads every span's header and index, about 1% of the bytes; no KV."""
+        found, bad = scan_spans(self.data_dir, fs=self.fs)
+        self.num_quarantined += sum(file.quarantined for file in bad)
+        for file in bad:
+            if not file.quarantined:
+                self.bytes_of["foreign"] += self._size_of(file.name, self.data_dir.spans_fd)
+        self._count_quarantine()
+        names = [*self.fs.names(self.data_dir.spans_fd), *self.fs.names(self.data_dir.quarantine_fd)]
+        self._next_id = 1 + max(
+            map(claimed_id, names), default=0
+        )  # whatever the file is, nobody overwrites it
         for span in sorted(found, key=lambda s: s.header.sequence):
-            self._next_id = max(self._next_id, span.span_id + 1)
-            self.used_bytes += span.header.file_bytes
             if self._is_foreign(span.header):
                 self.num_foreign += 1
+                self.bytes_of["foreign"] += span.header.file_bytes
                 span.close()
             else:
+                self.last_used_ns[span.span_id] = self._touched_ns[span.span_id] = self.fs.modified_ns(
+                    span.fd
+                )
                 self._publish(span)
         if self.num_foreign:
             logger.warning(
@@ -127,6 +230,24 @@ class SpanStore:
                 self.num_foreign,
                 self.data_dir.path,
             )
+
+    def _size_of(self, name: str, dir_fd: int) -> int:
+        try:
+            return self.fs.size_of(name, dir_fd=dir_fd)
+        except FileNotFoundError:
+            return 0
+
+    def _count_quarantine(self) -> None:
+        fd = self.data_dir.quarantine_fd
+        self.bytes_of["quarantine"] = sum(self._size_of(name, fd) for name in self.fs.names(fd))
+
+    def _account(self, span: SpanFile, kind: str | None) -> None:
+        """Move a span's bytes to another kind; None takes them off."""
+        if (old := self._kinds.pop(span, None)) is not None:
+            self.bytes_of[old] -= span.header.file_bytes
+        if kind is not None:
+            self._kinds[span] = kind
+            self.bytes_of[kind] += span.header.file_bytes
 
     def _is_foreign(self, header: SpanHeader) -> bool:
         mine, geometry = self.identity, self.geometry
@@ -150,34 +271,42 @@ class SpanStore:
         with self.lock:
             superseded = self._superseded_by(span)
             self.spans[span.span_id] = span
+            self._account(span, "live")
             for ordinal, key in enumerate(span.keys[: self._num_servable(span.header)]):
                 self.places.setdefault(key, []).append((span, ordinal))
             for old in superseded:
+                self.pages_rewritten += old.header.num_pages
                 self._retire(old)
             self.sealed.notify_all()
 
     def _superseded_by(self, span: SpanFile) -> list[SpanFile]:
         """Return earlier spans of the same stretch and chain: their keys are a prefix of the new one's."""
         older = {place[0].span_id: place[0] for place in self.places.get(span.keys[0], [])}
-        return [
-            s
-            for s in older.values()
-            if s.header.first_page == span.header.first_page
-            and len(s.keys) <= len(span.keys)
-            and s.keys == span.keys[: len(s.keys)]
-            and s.header.num_exact_pages <= span.header.num_exact_pages
-        ]
+        return [s for s in older.values() if supersedes(span.header, span.keys, s.header, s.keys)]
 
     def _retire(self, span: SpanFile) -> None:
         """Forget a span and unlink its file; attached pages read on through its open descriptor."""
         self._forget(span)
+        self._account(span, "undeleted")
+        self._undeleted.append(span)
+        self._remove(span)
+        self.release(span, 0)
+
+    def _remove(self, span: SpanFile) -> None:
+        """Unlink a retired span; where that fails, its bytes stay counted and the next write tries again."""
         try:
             span.unlink()
-        finally:
-            self.release(span, 0)
+        except ExtentIoError as error:
+            self.num_remove_errors += 1
+            logger.error("a span cannot be removed, its space stays in use: %s", error)
+            return
+        self._undeleted.remove(span)
+        self._account(span, "retired" if span.fd >= 0 else None)
 
     def _forget(self, span: SpanFile) -> None:
         del self.spans[span.span_id]
+        self.last_used_ns.pop(span.span_id, None)
+        self._touched_ns.pop(span.span_id, None)
         span.retired = True
         for key in span.keys:
             left = [place for place in self.places.get(key, []) if place[0] is not span]
@@ -191,9 +320,23 @@ class SpanStore:
         with self.lock:
             span.num_attached -= count
             assert span.num_attached >= 0, (span.span_id, span.num_attached)
-            if span.retired and span.num_attached == 0 and span.fd >= 0:
+            if span.num_attached:
+                return
+            if not span.retired:
+                self._use(span)
+            elif span.fd >= 0:
                 span.close()
-                self.used_bytes -= span.header.file_bytes
+                if self._kinds.get(span) != "undeleted":
+                    self._account(span, None)
+
+    def _use(self, span: SpanFile) -> None:
+        """Note that a span is in use now; the file remembers it, but for the last minute."""
+        now = self.clock_ns()
+        self.last_used_ns[span.span_id] = now
+        if now - self._touched_ns.get(span.span_id, 0) >= TOUCH_EVERY_NS:
+            self._touched_ns[span.span_id] = now
+            with contextlib.suppress(OSError):  # the order is approximate; a disk that fails shows elsewhere
+                self.fs.set_modified_ns(span.fd, now)
 
     def locate(self, key: bytes) -> tuple[SpanFile, int] | None:
         """Return the newest sound place of a page, or None: a miss."""
@@ -211,6 +354,8 @@ class SpanStore:
                 return None
             for span, _ in found:
                 span.num_attached += 1
+            for span in {span for span, _ in found}:
+                self._use(span)
             return found
 
     def num_restorable(self, keys: Sequence[bytes]) -> int:
@@ -246,25 +391,78 @@ class SpanStore:
                 return
             self.num_quarantined += 1
             self._forget(span)
-            moved = quarantine_span(self.data_dir, span, reason)
+            moved = quarantine_span(self.data_dir, span, reason, fs=self.fs)
+            self._account(span, None)
+            self.bytes_of["quarantine" if moved.quarantined else "foreign"] += span.header.file_bytes
             self.release(span, 0)
         logger.error("span %d is in quarantine, its pages are recomputed: %s", span.span_id, moved.reason)
 
-    def drop(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Delete the spans all of whose pages are in ``keys``; returns (spans, bytes)."""
-        wanted = set(keys)
+    def drop(self, keys: Sequence[bytes], unowned: Sequence[bytes] = ()) -> tuple[int, int]:
+        """Delete the spans all of whose pages are in ``keys``, or whose first page that is not is in ``unowned``.
+
+        A page that nobody owns has no owned page behind it, because a key covers everything before it.
+
+        Returns:
+            (spans, bytes)
+        """
+        wanted, free = set(keys), set(unowned)
         with self.lock:
-            touched = {place[0].span_id: place[0] for key in wanted for place in self.places.get(key, [])}
-            doomed = [span for span in touched.values() if wanted.issuperset(span.keys)]
+            doomed = []
+            for span in self._touched_by([*keys, *unowned]):
+                first = next((key for key in span.keys if key not in wanted), None)
+                if first is None or first in free:
+                    doomed.append(span)
             for span in doomed:
                 self._retire(span)
         return len(doomed), sum(span.header.file_bytes for span in doomed)
 
-    def usage(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return (spans, bytes) of the files that hold any of ``keys``."""
+    def left_beside(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Find pages that ``drop(keys)`` leaves in files of these pages, or behind them: nobody may own them any more.
+
+        Returns:
+            For each such file its first page that is not in ``keys``: (ordinal in the sequence, page key).
+        """
+        wanted = set(keys)
         with self.lock:
-            touched = {place[0].span_id: place[0] for key in keys for place in self.places.get(key, [])}
-        return len(touched), sum(span.header.file_bytes for span in touched.values())
+            found = {span.span_id: span for span in self._touched_by(keys)}
+            chain = wanted.union(*(span.keys for span in found.values() if span.keys[0] in wanted))
+            for span in sorted(self.spans.values(), key=lambda s: s.header.first_page):
+                if span.header.parent_key in chain:
+                    found[span.span_id] = span
+                    chain.update(span.keys)
+        left = []
+        for span in found.values():
+            ordinal = next((n for n, key in enumerate(span.keys) if key not in wanted), None)
+            if ordinal is not None:
+                left.append((span.header.first_page + ordinal, span.keys[ordinal]))
+        return left
+
+    def _touched_by(self, keys: Iterable[bytes]) -> list[SpanFile]:
+        spans = {place[0].span_id: place[0] for key in keys for place in self.places.get(key, [])}
+        return list(spans.values())
+
+    def pin(self, keys: Iterable[bytes], *, pinned: bool = True) -> None:
+        """Keep the files that hold any of ``keys`` from being evicted, or stop to; lasts as long as this object."""
+        with self.lock:
+            if pinned:
+                self.pinned_keys.update(keys)
+            else:
+                self.pinned_keys.difference_update(keys)
+
+    def usage(self, keys: Sequence[bytes]) -> Usage:
+        """Measure the files that hold any of ``keys``, each once."""
+        wanted, page_bytes = set(keys), self.geometry.page_bytes
+        with self.lock:
+            touched = self._touched_by(wanted)
+        num_own = sum(len(wanted.intersection(span.keys)) for span in touched)
+        num_pages = sum(span.header.num_pages for span in touched)
+        file_bytes = sum(span.header.file_bytes for span in touched)
+        return Usage(
+            len(touched),
+            num_own * page_bytes,
+            (num_pages - num_own) * page_bytes,
+            file_bytes - num_pages * page_bytes,
+        )
 
     # ---- sealing --------------------------------------------------------------------------------------------
 
@@ -292,7 +490,6 @@ class SpanStore:
         while (job := self._jobs.get()) is not None:
             try:
                 job.span = self._write(job)
-                self.bytes_written += job.span.header.file_bytes
             except KVDriveError as error:
                 self.num_seal_errors += 1
                 logger.error("sealing %d pages failed, they stay in DRAM: %s", len(job.pages), error)
@@ -332,36 +529,95 @@ class SpanStore:
     def _write(self, job: SealJob) -> SpanFile:
         header = self._header(job)
         self._reserve(header.file_bytes)
-        if job.durable:
-            span = write_span(self.data_dir, header.sequence, header, job.parts)
-        else:
-            span = write_unlinked_span(self.data_dir, header, job.parts)
-            span.retired = True  # offered to nobody
+        try:
+            if job.durable:
+                span = write_span(self.data_dir, header.sequence, header, job.parts, fs=self.fs)
+            else:
+                span = write_unlinked_span(self.data_dir, header, job.parts, fs=self.fs)
+        except ExtentIoError:
+            for name in (temporary_name(header.sequence), span_name(header.sequence)):
+                self._leftovers[name] = 0  # the writer removed it, if the disk let it
+            raise
+        finally:
+            with self.lock:
+                self.bytes_of["writing"] -= header.file_bytes
         span.num_attached = 1  # the job itself, until its pages are bound
         with self.lock:
-            self.used_bytes += header.file_bytes
-        if job.durable:
-            self._publish(span)
+            if job.durable:
+                self.bytes_written += header.file_bytes
+                self.pages_written += header.num_pages
+                self.last_used_ns[span.span_id] = self._touched_ns[span.span_id] = self.clock_ns()
+                self._publish(span)
+            else:
+                self.bytes_spilled += header.file_bytes
+                span.retired = True  # offered to nobody
+                self._account(span, "spilled")
         return span
 
     def _reserve(self, num_bytes: int) -> None:
-        """Make room under ``ssd_bytes``: unattached spans leave, least recently written first.
+        """Make room under ``ssd_bytes`` and take it: quarantined files go first, then idle spans by their last use.
 
         Raises:
-            CapacityError: too little can leave; then nothing does.
+            CapacityError: too little can leave; then nothing does. Or what should have left could not be removed.
         """
+        limits = self.limits
         with self.lock:
-            idle = [span for span in self.spans.values() if span.num_attached == 0]
-            idle_bytes = sum(span.header.file_bytes for span in idle)
-            if self.used_bytes - idle_bytes + num_bytes > self.ssd_bytes:
+            self._retry_removals()
+            if self.used_bytes + num_bytes > limits.high_bytes:
+                self._require_room(num_bytes)
+                self._make_room(limits.low_bytes - num_bytes)
+            if self.used_bytes + num_bytes > limits.ssd_bytes:
                 raise CapacityError(
-                    f"a span of {num_bytes} bytes does not fit: ssd_bytes={self.ssd_bytes}, in use {self.used_bytes}, "
-                    f"of which {idle_bytes} could leave; raise ssd_bytes or delete sessions"
+                    f"a span of {num_bytes} bytes does not fit: ssd_bytes={limits.ssd_bytes}, in use {self.used_bytes} after "
+                    f"removals, {self.num_remove_errors} of which failed; look at the disk"
                 )
-            for span in sorted(idle, key=lambda s: s.header.sequence):
-                if self.used_bytes + num_bytes <= self.ssd_bytes:
-                    return
-                self._retire(span)
+            self.bytes_of["writing"] += num_bytes
+
+    def _require_room(self, num_bytes: int) -> None:
+        idle_bytes = sum(span.header.file_bytes for span in self.spans.values() if self._is_idle(span))
+        idle_bytes += self.bytes_of["quarantine"]
+        if self.used_bytes - idle_bytes + num_bytes > self.limits.ssd_bytes:
+            raise CapacityError(
+                f"a span of {num_bytes} bytes does not fit: ssd_bytes={self.limits.ssd_bytes}, in use {self.used_bytes}, "
+                f"of which {idle_bytes} could leave; raise ssd_bytes or delete sessions"
+            )
+
+    def _make_room(self, target_bytes: int) -> None:
+        """Let files go until at most ``target_bytes`` are in use, or nothing more may go."""
+        if self.used_bytes > target_bytes and self.bytes_of["quarantine"]:
+            self._empty_quarantine()
+        for span_id in sorted(self.spans, key=lambda s: (self.last_used_ns[s], s)):
+            if self.used_bytes <= target_bytes:
+                return
+            if self._is_idle(self.spans[span_id]):
+                self._retire(self.spans[span_id])
+                self.num_evicted += 1
+
+    def _is_idle(self, span: SpanFile) -> bool:
+        pinned = bool(self.pinned_keys) and not self.pinned_keys.isdisjoint(span.keys)
+        return span.num_attached == 0 and not pinned
+
+    def _empty_quarantine(self) -> None:
+        fd = self.data_dir.quarantine_fd
+        for name in self.fs.names(fd):
+            try:
+                self.fs.unlink(name, dir_fd=fd)
+            except OSError as error:
+                self.num_remove_errors += 1
+                logger.error("quarantine/%s cannot be removed: %s", name, error.strerror)
+        self._count_quarantine()
+
+    def _retry_removals(self) -> None:
+        """Remove what could not be removed before: retired spans, and files of writes that failed."""
+        for span in list(self._undeleted):
+            self._remove(span)
+        for name in list(self._leftovers):
+            with contextlib.suppress(OSError):
+                self.fs.unlink(name, dir_fd=self.data_dir.spans_fd)
+            self._leftovers[name] = self._size_of(name, self.data_dir.spans_fd)
+            if not self._leftovers[name]:
+                del self._leftovers[name]
+        self.bytes_of["leftover"] = sum(self._leftovers.values())
 
     def close(self) -> None:
         """Finish the queued jobs, stop the writer and close every file."""
@@ -371,11 +627,25 @@ class SpanStore:
             for span in self.spans.values():
                 span.close()
 
+    def counters(self) -> dict[str, int]:
+        """Return what only grows, by the names of docs/operations.md."""
+        return {
+            "pages_quarantined": self.num_quarantined,
+            "seal_errors": self.num_seal_errors,
+            "remove_errors": self.num_remove_errors,
+            "spans_evicted": self.num_evicted,
+            "bytes_written": self.bytes_written,
+            "bytes_spilled": self.bytes_spilled,
+            "pages_written": self.pages_written,
+            "pages_rewritten": self.pages_rewritten,
+        }
+
     def gauges(self) -> dict[str, int]:
         with self.lock:
             return {
                 "spans": len(self.spans),
                 "ssd_used_bytes": self.used_bytes,
+                **{f"ssd_{kind}_bytes": self.bytes_of[kind] for kind in KINDS},
                 "foreign_spans": self.num_foreign,
                 "seal_jobs_outstanding": self._num_outstanding,
             }

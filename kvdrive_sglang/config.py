@@ -18,6 +18,7 @@ LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linke
 MIB = 1 << 20
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -37,7 +38,9 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
         device_bytes: window caches and indexes of the running requests.
         dram_bytes: frames, page means, tables and read buffers.
-        ssd_bytes: span files.
+        ssd_bytes: span files and quarantined ones; never more, the file being written included.
+        ssd_high_watermark, ssd_low_watermark: fractions of ssd_bytes; a write that passes the high one first evicts spans that
+            nobody uses, least recently used first, down to the low one.
         logical_tokens: positions that may run or stay in the tree at once; 0 takes four times the frames.
         monitor_every: the quality monitor repeats a decode step at twice the budget when the sequence length is a
             multiple of it; 0 is off.
@@ -61,6 +64,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device_bytes: Positive = 2048 * MIB
     dram_bytes: Positive = 2048 * MIB
     ssd_bytes: Positive = 32 * 1024 * MIB
+    ssd_high_watermark: Fraction = 0.95
+    ssd_low_watermark: Fraction = 0.85
     logical_tokens: NotNegative = 0
     monitor_every: NotNegative = 0
     max_kl: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -80,6 +85,10 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(
                 f"max_kl={self.max_kl} may double a budget, window_multiple={self.window_multiple} has no room for it: "
                 f"raise window_multiple to 2 or more"
+            )
+        if self.ssd_low_watermark > self.ssd_high_watermark:
+            raise ConfigError(
+                f"ssd_low_watermark={self.ssd_low_watermark} is above ssd_high_watermark={self.ssd_high_watermark}: lower it"
             )
 
     def selection_digest(self) -> bytes:

@@ -47,6 +47,7 @@ class ControlServer:
             "tokenizer_path": model.tokenizer_path or model.model_path,
             "page_size": pool.page_size,
             "context_length": (pool.store.limits.max_pages_per_request - 2) * pool.page_size,
+            "page_bytes": pool.geometry.page_bytes,
             "fingerprint": pool.store.spans.identity.fingerprint.hex(),
             "budget_tokens": pool.config.budget_tokens,
             "append": pool.config.append,
@@ -55,6 +56,7 @@ class ControlServer:
             "info": lambda _: self._info,
             "sealed": self._sealed,
             "drop": self._drop,
+            "pin": self._pin,
             "usage": self._usage,
             "stats": lambda _: self._stats(),
         }
@@ -103,11 +105,13 @@ class ControlServer:
             return {"ok": False, "reason": error.reason, "message": str(error)}
 
     @staticmethod
-    def _keys(request: dict[str, Any]) -> list[bytes]:
+    def _keys(request: dict[str, Any], name: str = "keys") -> list[bytes]:
+        if name == "unowned" and name not in request:
+            return []
         try:
-            keys = [bytes.fromhex(key) for key in request["keys"]]
+            keys = [bytes.fromhex(key) for key in request[name]]
         except (KeyError, TypeError, ValueError) as error:
-            raise BadRequest("BAD_KEYS", f"keys must be a list of hex page keys: {error!r}") from error
+            raise BadRequest("BAD_KEYS", f"{name} must be a list of hex page keys: {error!r}") from error
         if any(len(key) != 32 for key in keys):
             raise BadRequest("BAD_KEYS", "a page key has 32 bytes (64 hex digits)")
         return keys
@@ -119,19 +123,19 @@ class ControlServer:
         return {"num_sealed": self.pool.store.spans.wait_sealed(self._keys(request), float(wait_s))}
 
     def _drop(self, request: dict[str, Any]) -> dict[str, Any]:
-        num_spans, num_bytes = self.pool.store.spans.drop(self._keys(request))
-        return {"num_spans": num_spans, "bytes": num_bytes}
+        spans, keys = self.pool.store.spans, self._keys(request)
+        left = spans.left_beside(keys)
+        num_spans, num_bytes = spans.drop(keys, self._keys(request, "unowned"))
+        return {"num_spans": num_spans, "bytes": num_bytes, "left": [[n, key.hex()] for n, key in left]}
+
+    def _pin(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.pool.store.spans.pin(self._keys(request), pinned=bool(request.get("pinned", True)))
+        return {}
 
     def _usage(self, request: dict[str, Any]) -> dict[str, Any]:
-        num_spans, num_bytes = self.pool.store.spans.usage(self._keys(request))
-        return {"num_spans": num_spans, "ssd_bytes": num_bytes}
+        return asdict(self.pool.store.spans.usage(self._keys(request)))
 
     def _stats(self) -> dict[str, Any]:
         spans = self.pool.store.spans
-        counters = asdict(self.pool.store.counters)
-        counters |= {
-            "pages_quarantined": spans.num_quarantined,
-            "seal_errors": spans.num_seal_errors,
-            "bytes_written": spans.bytes_written,
-        }
+        counters = asdict(self.pool.store.counters) | spans.counters()
         return {"counters": counters, "gauges": self.pool.store.gauges()}

@@ -15,7 +15,7 @@ from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import ConfigError, DataDirForeign
 from kv_tier.meta.fingerprint import engine_fingerprint, tokenizer_identity, weights_identity
 from kv_tier.selection import Budget
-from kv_tier.spans import Identity, SpanStore, raise_descriptor_limit
+from kv_tier.spans import Identity, SpaceLimits, SpanStore, raise_descriptor_limit
 from kv_tier.store import StoreLimits, TieredStore, require_capacity
 from kvdrive_sglang.config import KVDriveConfig, config_of_linker
 from kvdrive_sglang.sizing import frames_for
@@ -157,7 +157,8 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
     require_capacity(limits, geometry, get_schedule().chunked_prefill_size or 0)
     data_dir = DataDir.open(config.data_dir, role="engine")
     identity = Identity(fingerprint=_fingerprint(config, geometry), selection=config.selection_digest())
-    spans = SpanStore(data_dir, geometry, identity, ssd_bytes=config.ssd_bytes)
+    space = SpaceLimits(config.ssd_bytes, config.ssd_high_watermark, config.ssd_low_watermark)
+    spans = SpanStore(data_dir, geometry, identity, ssd_bytes=space)
     if config.strict_data_dir and spans.num_foreign:
         raise DataDirForeign(
             f"{config.data_dir} holds {spans.num_foreign} spans of another model, layout or format; name another "

@@ -159,13 +159,14 @@ class Catalog:
             rows = [_row(values) for values in await pipe.execute()]
         return [row for row in rows if row is not None], members[limit - 1] if len(members) > limit else ""
 
+    async def tenants(self) -> Sequence[str]:
+        """List the tenants that ever had a session, sorted."""
+        async with self._reached():
+            return sorted(tenant.decode() for tenant in await self._redis.smembers(f"{self._prefix}tenants"))
+
     async def all_members(self) -> AsyncIterator[tuple[str, str, str]]:
         """Walk through every list entry of the data directory: tenant, kind, member."""
-        async with self._reached():
-            tenants = sorted(
-                tenant.decode() for tenant in await self._redis.smembers(f"{self._prefix}tenants")
-            )
-        for tenant in tenants:
+        for tenant in await self.tenants():
             for kind in ("session", "document"):
                 async with self._reached():
                     members = await self._redis.zrange(self._list_key(tenant, kind), 0, -1)
@@ -177,6 +178,21 @@ class Catalog:
         session_id = member.partition(":")[2]
         async with self._reached():
             await self._redis.zrem(self._list_key(tenant, kind), member)
+            await self._redis.delete(self._row_key(session_id), self._keys_key(session_id))
+
+    async def stored_ids(self) -> set[str]:
+        """Walk through all keys of the data directory; return the sessions that have a row or page keys, listed or not."""
+        found: set[str] = set()
+        async with self._reached():
+            async for key in self._redis.scan_iter(match=f"{self._prefix}{{*", count=1000):
+                name, _, what = key.decode().removeprefix(self._prefix).partition("}:")
+                if what in ("row", "keys"):
+                    found.add(name.removeprefix("{"))
+        return found
+
+    async def forget(self, session_id: str) -> None:
+        """Forget the row and page keys of a session that no list names."""
+        async with self._reached():
             await self._redis.delete(self._row_key(session_id), self._keys_key(session_id))
 
     async def page_keys(self, session_id: str) -> Sequence[bytes]:
@@ -216,6 +232,16 @@ class Catalog:
                 theirs = await self._redis.getrange(key, middle * KEY_BYTES, (middle + 1) * KEY_BYTES - 1)
                 low, high = (middle + 1, high) if theirs == keys[middle] else (low, middle)
         return low
+
+    async def holds(self, session_id: str, places: Sequence[tuple[int, bytes]]) -> Sequence[bool]:
+        """Tell for each (ordinal, page key) whether a session has that page."""
+        key = self._keys_key(session_id)
+        async with self._reached():
+            pipe = self._redis.pipeline(transaction=False)
+            for ordinal, _ in places:
+                pipe.getrange(key, ordinal * KEY_BYTES, (ordinal + 1) * KEY_BYTES - 1)
+            found = await pipe.execute()
+        return [theirs == wanted for theirs, (_, wanted) in zip(found, places, strict=True)]
 
     async def remember(
         self, tenant: str, what: str, request_id: str, result: dict[str, Any], ttl_s: int

@@ -27,13 +27,14 @@ from typing import Literal, Self
 
 from kv_tier.meta.errors import DataDirBusy, DataDirError, DataDirForeign
 
-Role = Literal["engine", "service"]
+Role = Literal["engine", "service", "reader"]
 
 SECRET_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
 _SUBDIRECTORIES = ("spans", "quarantine", "sessions", "catalog")
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _SPAN_NAME = re.compile(r"([0-9a-f]{16})\.span")
+_SPAN_ID = re.compile(r"(?:\.tmp-)?([0-9a-f]{16})")
 _TEMPORARY_PREFIX = ".tmp-"
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -64,6 +65,23 @@ def parse_span_name(name: str) -> int | None:
     return int(match[1], 16) if match else None
 
 
+def claimed_id(name: str) -> int:
+    """Return the span id that a file's name takes, whatever the file is; 0 when it takes none."""
+    match = _SPAN_ID.match(name)
+    return int(match[1], 16) if match else 0
+
+
+def lock_owner(path: Path) -> str | None:
+    """Return the pid that a lock file names if the lock is held, without touching the lock; None otherwise."""
+    with contextlib.suppress(OSError):
+        inode = str(path.stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if "FLOCK" in fields and fields[-3].rpartition(":")[2] == inode:
+                return path.read_text().strip() or "unknown"
+    return None
+
+
 def check_session_id(session_id: str) -> str:
     """Return ``session_id`` unchanged when it may become part of a file name.
 
@@ -84,7 +102,7 @@ class DataDir:
 
     Attributes:
         path: absolute path.
-        role: "engine" or "service".
+        role: "engine" or "service"; "reader" owns nothing and must change nothing.
         spans_fd, quarantine_fd, sessions_fd, catalog_fd: directory handles, owned by this object.
     """
 
@@ -128,6 +146,28 @@ class DataDir:
             _create_secret(root, root_fd)
             opened.pop_all()
         return cls(root, role, root_fd, lock_fd, fds)
+
+    @classmethod
+    def inspect(cls, path: str | os.PathLike[str]) -> Self:
+        """Open an existing data directory to read it: no lock is taken, nothing is created or changed.
+
+        Raises:
+            DataDirForeign: it is not a data directory, or belongs to another user.
+            DataDirError: it cannot be opened.
+        """
+        root = Path(os.path.abspath(path))
+        with contextlib.ExitStack() as opened:
+            with _naming(root, "open"):
+                root_fd = os.open(root, _DIRECTORY_FLAGS)
+            opened.callback(os.close, root_fd)
+            _check_ours(root, root_fd, may_be_empty=False)
+            fds = {}
+            for name in _SUBDIRECTORIES:
+                with _naming(root / name, "open"):
+                    fds[name] = os.open(name, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=root_fd)
+                opened.callback(os.close, fds[name])
+            opened.pop_all()
+        return cls(root, "reader", root_fd, -1, fds)
 
     def close(self) -> None:
         """Give up the lock and the handles; closing twice is harmless."""
@@ -245,6 +285,14 @@ def _open_root(root: Path) -> int:
 
 def _claim_root(root: Path, fd: int) -> None:
     """Refuse a directory that is not ours before anything in it, or its mode, is touched."""
+    mode = _check_ours(root, fd, may_be_empty=True)
+    if mode != 0o700:
+        with _naming(root, "chmod"):
+            os.fchmod(fd, 0o700)
+
+
+def _check_ours(root: Path, fd: int, *, may_be_empty: bool) -> int:
+    """Refuse a directory of another user or with other contents; returns its mode."""
     with _naming(root, "list"):
         status = os.fstat(fd)
         names = set(os.listdir(fd)) - {"lost+found"}
@@ -258,9 +306,9 @@ def _claim_root(root: Path, fd: int) -> None:
             f"{root}: holds {min(names)!r} and no 'spans', so it is not a data directory: "
             "use an empty or a new one"
         )
-    if stat.S_IMODE(status.st_mode) != 0o700:
-        with _naming(root, "chmod"):
-            os.fchmod(fd, 0o700)
+    if not names and not may_be_empty:
+        raise DataDirForeign(f"{root}: is empty, so it is not a data directory: name the engine's --data-dir")
+    return stat.S_IMODE(status.st_mode)
 
 
 def _open_subdirectory(root: Path, root_fd: int, name: str) -> int:

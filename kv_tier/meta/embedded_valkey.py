@@ -57,6 +57,20 @@ class EmbeddedValkey:
             self._stop_silent_one()
             self._start()
 
+    @staticmethod
+    def running(directory: Path) -> str | None:
+        """Return the URL of the server that runs in `directory`, None when none answers there; starts nothing."""
+        path = directory.resolve() / "valkey.sock"
+        try:
+            at_once = Retry(NoBackoff(), 0)
+            with redis.Redis(
+                unix_socket_path=str(path), socket_timeout=2.0, protocol=2, retry=at_once
+            ) as client:
+                client.ping()
+        except (RedisError, OSError):
+            return None
+        return f"unix://{path}"
+
     @property
     def url(self) -> str:
         """URL for redis-py."""

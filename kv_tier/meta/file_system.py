@@ -29,6 +29,18 @@ class FileSystem:
         """Return the file's size in bytes."""
         return os.fstat(fd).st_size
 
+    def size_of(self, name: str, *, dir_fd: int | None = None) -> int:
+        """Return the size in bytes of the file, or link, of that name."""
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_size
+
+    def modified_ns(self, fd: int) -> int:
+        """Return the file's modification time, nanoseconds since the epoch."""
+        return os.fstat(fd).st_mtime_ns
+
+    def set_modified_ns(self, fd: int, ns: int) -> None:
+        """Set the file's access and modification times."""
+        os.utime(fd, ns=(ns, ns))
+
     def exists(self, name: str, *, dir_fd: int | None = None) -> bool:
         try:
             os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -60,6 +72,10 @@ class FileSystem:
     def drop_cache(self, fd: int) -> None:
         """Let the page cache forget what is clean of a file."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Set a file's size in bytes."""
+        os.ftruncate(fd, size)
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)

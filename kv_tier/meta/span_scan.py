@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_tier.meta.data_dir import DataDir, is_temporary, parse_span_name
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError, FingerprintMismatch
 from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.span_format import SpanHeader
 from kv_tier.meta.span_reader import SpanFile
 
 
@@ -90,7 +92,33 @@ def quarantine_span(data_dir: DataDir, span: SpanFile, reason: str, *, fs: FileS
 
 def _quarantine(data_dir: DataDir, name: str, reason: str, fs: FileSystem) -> BadSpan:
     try:
-        fs.rename(name, name, source_dir_fd=data_dir.spans_fd, target_dir_fd=data_dir.quarantine_fd)
+        quarantine_file(data_dir, name, fs=fs)
     except OSError as error:
         return BadSpan(name, f"{reason}; cannot be moved to quarantine: {error.strerror}", quarantined=False)
     return BadSpan(name, reason, quarantined=True)
+
+
+def quarantine_file(data_dir: DataDir, name: str, *, fs: FileSystem = REAL) -> str:
+    """Move a file from ``spans/`` to ``quarantine/`` under a name that no earlier one has; returns that name.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    taken, target, number = set(fs.names(data_dir.quarantine_fd)), name, 1
+    while target in taken:
+        target, number = f"{name}-{number}", number + 1
+    fs.rename(name, target, source_dir_fd=data_dir.spans_fd, target_dir_fd=data_dir.quarantine_fd)
+    return target
+
+
+def supersedes(
+    new: SpanHeader, new_keys: Sequence[bytes], old: SpanHeader, old_keys: Sequence[bytes]
+) -> bool:
+    """Tell whether a later span of the same engine holds every page of an earlier one, no less exact."""
+    return (
+        old.sequence < new.sequence
+        and old.first_page == new.first_page
+        and len(old_keys) <= len(new_keys)
+        and list(old_keys) == list(new_keys[: len(old_keys)])
+        and old.num_exact_pages <= new.num_exact_pages
+    )

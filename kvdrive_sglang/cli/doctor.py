@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
 import os
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kv_tier.meta.data_dir import lock_owner
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
 from kvdrive_sglang.bench.report import show_bytes, version_of
 
@@ -34,6 +34,7 @@ ENTRY_POINTS: Final = {
 LOW_DISK_BYTES: Final = 1 << 30
 OLDEST_REDIS: Final = 7
 TIMEOUT_S: Final = 3.0
+NAMED_KINDS: Final = ("live", "foreign", "quarantine", "undeleted", "leftover")
 
 
 class State(enum.StrEnum):
@@ -102,7 +103,7 @@ def _looks(
     if data_dir is not None:
         root = data_dir.expanduser().absolute()
         yield "data directory", lambda: check_data_dir(root)
-        yield "engine", lambda: [check_engine(root)]
+        yield "engine", lambda: check_engine(root)
     yield "service", lambda: [check_service(address)]
     yield "catalog", lambda: [check_redis(redis_url) if redis_url else check_embedded(data_dir)]
 
@@ -265,7 +266,7 @@ def _identities(paths: list[Path]) -> tuple[set[bytes], list[str]]:
 # ---- what runs ----------------------------------------------------------------------------------------------
 
 
-def check_engine(root: Path) -> Check:
+def check_engine(root: Path) -> list[Check]:
     """Ask the engine of a data directory for itself and its counters, if one answers."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -274,7 +275,7 @@ def check_engine(root: Path) -> Check:
             with connection.makefile("rwb") as lines:
                 info, figures = _ask(lines, "info"), _ask(lines, "stats")
     except (OSError, ValueError) as error:
-        return _silent_engine(root, error)
+        return [_silent_engine(root, error)]
     gauges, counters = figures["gauges"], figures["counters"]
     detail = (
         f"pid {info['pid']} serves {info['model_path']} on {info['http_host']}:{info['http_port']}, budget "
@@ -283,7 +284,36 @@ def check_engine(root: Path) -> Check:
         f"{counters['seal_errors']} seal errors, {gauges['frames_free']:,} of {gauges['frames_total']:,} frames free"
     )
     worrying = gauges["foreign_spans"] or counters["pages_lost"] or counters["seal_errors"]
-    return Check("engine", State.WARN if worrying else State.OK, detail)
+    return [
+        Check("engine", State.WARN if worrying else State.OK, detail),
+        check_bytes(root, gauges, counters),
+    ]
+
+
+def check_bytes(root: Path, gauges: dict[str, int], counters: dict[str, int]) -> Check:
+    """Hold the engine's account of its bytes against the directory, and say what writing cost."""
+    named = sum(gauges[f"ssd_{kind}_bytes"] for kind in NAMED_KINDS)
+    unnamed = gauges["ssd_used_bytes"] - named
+    try:
+        found = {name: _bytes_below(root / name) for name in ("spans", "quarantine", "sessions")}
+    except OSError as error:
+        return Check("bytes", State.WARN, f"{error.filename} cannot be measured: {error.strerror}")
+    on_disk = found["spans"] + found["quarantine"]
+    written, again = counters["pages_written"], counters["pages_rewritten"]
+    amplification = written / max(1, written - again)
+    detail = (
+        f"engine accounts for {named:,} in files and {unnamed:,} unlinked or being written; spans/ and quarantine/ hold "
+        f"{on_disk:,}, token logs {found['sessions']:,}; pages were written {amplification:.2f} times"
+    )
+    if named != on_disk and not gauges["ssd_writing_bytes"]:
+        return Check("bytes", State.WARN, f"{detail}: they differ; ask again, then run kvdrive fsck")
+    return Check("bytes", State.OK, detail)
+
+
+def _bytes_below(directory: Path) -> int:
+    """Add up the bytes that the files of a directory take on the disk; temporary ones are not whole yet."""
+    with os.scandir(directory) as entries:
+        return sum(entry.stat().st_size for entry in entries if not entry.name.startswith("."))
 
 
 def _ask(lines: Any, op: str) -> dict[str, Any]:
@@ -303,17 +333,6 @@ def _silent_engine(root: Path, error: Exception) -> Check:
         f"pid {owner} owns the directory and does not answer on engine.sock ({error}): it starts, or hangs"
     )
     return Check("engine", State.WARN, detail)
-
-
-def lock_owner(path: Path) -> str | None:
-    """Return the pid that a lock file names if the lock is held, without touching the lock; None otherwise."""
-    with contextlib.suppress(OSError):
-        inode = str(path.stat().st_ino)
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if "FLOCK" in fields and fields[-3].rpartition(":")[2] == inode:
-                return path.read_text().strip() or "unknown"
-    return None
 
 
 def check_service(address: str) -> Check:

@@ -11,7 +11,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kv_tier.meta.errors import KVDriveError
-from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command
+from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command, fsck_command
 
 CLIENT_PACKAGES = ("grpc", "google", "kv_services")
 
@@ -48,6 +48,7 @@ def build_app() -> typer.Typer:
         )
     bench_command.register(app)
     doctor.register(app)
+    fsck_command.register(app)
     return app
 
 

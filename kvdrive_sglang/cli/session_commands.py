@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_services.client import Answer, Client
-from kv_services.errors import ServiceError, SessionBusy
+from kv_services.errors import EngineUnavailable, ServiceError, SessionBusy
 from kv_services.v1 import session_pb2 as pb
 
 if TYPE_CHECKING:
@@ -65,9 +65,14 @@ def ls(
 
 @session_app.command()
 def show(session_id: SessionId, address: Address = ADDRESS, tenant: Tenant = "") -> None:
-    """Show everything about a session or document."""
+    """Show everything about a session or document; what it takes on SSD if an engine runs."""
     with _client(address, tenant) as client:
-        _print_session(client.get(session_id))
+        session = client.get(session_id)
+        try:
+            storage = client.storage(session_id)
+        except EngineUnavailable:
+            storage = None
+        _print_session(session, storage)
 
 
 @session_app.command()
@@ -154,6 +159,12 @@ def serve(
     ] = None,
     max_concurrent_turns: Annotated[int, typer.Option(help="turns running at once")] = 64,
     suspend_timeout_s: Annotated[float, typer.Option(help="how long a suspend waits for the SSD")] = 60.0,
+    tenant_quota_bytes: Annotated[
+        int, typer.Option(help="KV and logs that one tenant may keep; 0: no limit")
+    ] = 0,
+    session_ttl_s: Annotated[
+        int, typer.Option(help="delete sessions that nobody changed for so long; 0: never")
+    ] = 0,
 ) -> None:
     """Serve durable sessions over gRPC until Ctrl-C or SIGTERM. Start the engine with `kvdrive engine`."""
     # The service's own dependencies are not those of a client.
@@ -170,6 +181,8 @@ def serve(
             metrics_port=metrics_port,
             max_concurrent_turns=max_concurrent_turns,
             suspend_timeout_s=suspend_timeout_s,
+            tenant_quota_bytes=tenant_quota_bytes,
+            session_ttl_s=session_ttl_s,
         )
         asyncio.run(run(config, _announce))
     except KVDriveError as error:
@@ -230,7 +243,7 @@ def _stream(console: Console, answer: Answer) -> None:
     )
 
 
-def _print_session(session: pb.Session) -> None:
+def _print_session(session: pb.Session, storage: pb.Storage | None = None) -> None:
     table = Table(show_header=False)
     rows: dict[str, Any] = {
         "id": session.session_id,
@@ -245,9 +258,25 @@ def _print_session(session: pb.Session) -> None:
         "tokens": session.num_tokens,
         "sealed pages": f"{session.num_sealed_pages} of {session.num_pages}",
     }
+    if storage is not None:
+        rows |= _audit(storage)
     for name, value in rows.items():
         table.add_row(name, Text(str(value)))
     Console().print(table)
+
+
+def _audit(storage: pb.Storage) -> dict[str, str]:
+    """Break down what a session takes on SSD; the parts add up to the last line."""
+    span_bytes = storage.kv_bytes + storage.other_kv_bytes + storage.index_bytes
+    return {
+        "pages shared": f"the first {storage.num_shared_pages} with other sessions or documents",
+        "KV of its pages": f"{storage.kv_bytes:,} bytes",
+        "KV of others' pages beside": f"{storage.other_kv_bytes:,} bytes",
+        "index, keys, checksums": f"{storage.index_bytes:,} bytes",
+        "= span files": f"{span_bytes:,} bytes in {storage.num_spans} files",
+        "token log": f"{storage.log_bytes:,} bytes",
+        "= on disk": f"{span_bytes + storage.log_bytes:,} bytes",
+    }
 
 
 def _cells(session: pb.Session) -> list[Text]:

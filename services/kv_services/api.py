@@ -112,9 +112,14 @@ class SessionApi(session_pb2_grpc.SessionServiceServicer):
 
     @answered
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
-        return pb.GetSessionResponse(
-            session=_session(await self._sessions.get(_tenant(context), request.session_id))
-        )
+        tenant = _tenant(context)
+        row = await self._sessions.get(tenant, request.session_id)
+        response = pb.GetSessionResponse(session=_session(row))
+        if request.with_storage:
+            storage = await self._sessions.storage(tenant, request.session_id)
+            others = {"log_bytes": storage.log_bytes, "num_shared_pages": storage.num_shared_pages}
+            response.storage.CopyFrom(pb.Storage(**vars(storage.spans), **others))
+        return response
 
     @answered
     async def ListSessions(

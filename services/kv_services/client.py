@@ -226,10 +226,9 @@ class _Calls(abc.ABC, Generic[C]):
         request = pb.ListSessionsRequest(page_size=page_size, page_token=page_token, kind=kind)
         return self._unary("ListSessions", request, _itself, self._timeout_s)
 
-    def _get(self, session_id: str) -> Any:
-        return self._unary(
-            "GetSession", pb.GetSessionRequest(session_id=session_id), _session, self._timeout_s
-        )
+    def _get(self, session_id: str, *, with_storage: bool = False) -> Any:
+        request = pb.GetSessionRequest(session_id=session_id, with_storage=with_storage)
+        return self._unary("GetSession", request, _itself, self._timeout_s)
 
     def _suspend(self, session_id: str, request_id: str, timeout_s: float | None) -> Any:
         request = pb.SuspendSessionRequest(request_id=request_id or new_request_id(), session_id=session_id)
@@ -298,8 +297,13 @@ class Client(_Calls[Answer]):
 
     def get(self, session_id: str) -> pb.Session:
         """Describe a session or document."""
-        found: pb.Session = self._get(session_id)
-        return found
+        found: pb.GetSessionResponse = self._get(session_id)
+        return found.session
+
+    def storage(self, session_id: str) -> pb.Storage:
+        """Measure what a session or document takes on SSD; the engine must be running."""
+        found: pb.GetSessionResponse = self._get(session_id, with_storage=True)
+        return found.storage
 
     def list(self, *, documents: bool = False, page_size: int = 0) -> Iterator[pb.Session]:
         """Walk through all sessions (or documents), newest first, a page at a time."""
@@ -412,8 +416,13 @@ class AsyncClient(_Calls[AsyncAnswer]):
 
     async def get(self, session_id: str) -> pb.Session:
         """Describe a session or document."""
-        found: pb.Session = await self._get(session_id)
-        return found
+        found: pb.GetSessionResponse = await self._get(session_id)
+        return found.session
+
+    async def storage(self, session_id: str) -> pb.Storage:
+        """Measure what a session or document takes on SSD; the engine must be running."""
+        found: pb.GetSessionResponse = await self._get(session_id, with_storage=True)
+        return found.storage
 
     async def list(self, *, documents: bool = False, page_size: int = 0) -> AsyncIterator[pb.Session]:
         """Walk through all sessions (or documents), newest first, a page at a time."""

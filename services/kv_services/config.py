@@ -21,6 +21,9 @@ class ServiceConfig:
         default_max_new_tokens: for requests that name none.
         suspend_timeout_s: how long a suspend waits for pages to become durable.
         request_ttl_s: how long results of repeated request_ids are kept.
+        tenant_quota_bytes: what one tenant's sessions and documents may take, see `retention`; 0 sets no limit.
+        session_ttl_s: sessions that nobody changed for so long are deleted; 0 keeps them.
+        sweep_interval_s: between two looks for expired sessions.
         health_interval_s: between two looks at engine and catalog.
         stop_grace_s: how long running turns may go on when the service stops.
 
@@ -37,6 +40,9 @@ class ServiceConfig:
     default_max_new_tokens: int = 512
     suspend_timeout_s: float = 60.0
     request_ttl_s: int = 86_400
+    tenant_quota_bytes: int = 0
+    session_ttl_s: int = 0
+    sweep_interval_s: float = 60.0
     health_interval_s: float = 2.0
     stop_grace_s: float = 10.0
 
@@ -55,7 +61,9 @@ class ServiceConfig:
         )
         for name in ("max_concurrent_turns", "default_max_new_tokens", "request_ttl_s"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("suspend_timeout_s", "health_interval_s"):
+        for name in ("tenant_quota_bytes", "session_ttl_s"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        for name in ("suspend_timeout_s", "sweep_interval_s", "health_interval_s"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         _check(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "at least 0")
 

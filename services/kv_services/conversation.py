@@ -85,6 +85,7 @@ class Conversation:
     """A session as its log tells it.
 
     Args:
+        salt_id: names the salt of its page keys; empty in logs of versions that did not write it.
         log_bytes: bytes of the intact log; where the next record goes.
         page_size: positions per page of the engine that served last; 0 before any did.
     """
@@ -99,6 +100,7 @@ class Conversation:
     updated_ms: int
     title: str
     labels: dict[str, str]
+    salt_id: str = ""
     log_bytes: int = 0
     page_size: int = 0
     state: State = State.ACTIVE
@@ -215,6 +217,7 @@ def meta_record(
     created_ms: int,
     title: str,
     labels: dict[str, str],
+    salt_id: str = "",
 ) -> Record:
     """Make the first record of a log."""
     return Record(
@@ -229,6 +232,7 @@ def meta_record(
             "created_ms": created_ms,
             "title": title,
             "labels": labels,
+            "salt_id": salt_id,
         },
     )
 
@@ -265,4 +269,5 @@ def _from_meta(head: dict[str, Any]) -> Conversation:
         updated_ms=head["created_ms"],
         title=head["title"],
         labels=head["labels"],
+        salt_id=head.get("salt_id", ""),
     )

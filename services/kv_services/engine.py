@@ -31,6 +31,7 @@ class EngineInfo:
 
     Args:
         fingerprint: hex; two engines with equal ones read each other's spans.
+        page_bytes: KV of one page, all layers and heads.
         context_length: most positions of a sequence.
     """
 
@@ -40,6 +41,7 @@ class EngineInfo:
     model_path: str
     tokenizer_path: str
     page_size: int
+    page_bytes: int
     context_length: int
     fingerprint: str
 
@@ -48,6 +50,25 @@ class EngineInfo:
         """Base URL of the HTTP server."""
         host = f"[{self.http_host}]" if ":" in self.http_host else self.http_host
         return f"http://{host}:{self.http_port}"
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What a drop deleted, and what it left beside: (ordinal in the sequence, page key) of each file's first other page."""
+
+    num_spans: int
+    num_bytes: int
+    left: list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True)
+class SpanUsage:
+    """What files are made of, in bytes; see the message Storage."""
+
+    num_spans: int
+    kv_bytes: int
+    other_kv_bytes: int
+    index_bytes: int
 
 
 @dataclass(frozen=True)
@@ -135,17 +156,31 @@ class Engine:
         request = {"op": "sealed", "keys": [key.hex() for key in keys], "wait_s": wait_s}
         return int((await self._control(request, wait_s + self._connect_timeout_s))["num_sealed"])
 
-    async def drop(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Delete the spans all of whose pages are among `keys`.
-
-        Returns:
-            Number of spans, bytes.
+    async def drop(self, keys: Sequence[bytes], unowned: Sequence[bytes] = ()) -> Dropped:
+        """Delete the spans all of whose pages are among `keys`, or whose first page that is not is among `unowned`.
 
         Raises:
             EngineUnavailable: no engine answers.
         """
-        answer = await self._control({"op": "drop", "keys": [key.hex() for key in keys]}, 60.0)
-        return int(answer["num_spans"]), int(answer["bytes"])
+        request = {
+            "op": "drop",
+            "keys": [key.hex() for key in keys],
+            "unowned": [key.hex() for key in unowned],
+        }
+        answer = await self._control(request, 60.0)
+        left = [(int(ordinal), bytes.fromhex(key)) for ordinal, key in answer["left"]]
+        return Dropped(int(answer["num_spans"]), int(answer["bytes"]), left)
+
+    async def usage(self, keys: Sequence[bytes]) -> SpanUsage:
+        """Measure the files that hold any of `keys`.
+
+        Raises:
+            EngineUnavailable: no engine answers.
+        """
+        answer = await self._control(
+            {"op": "usage", "keys": [key.hex() for key in keys]}, self._connect_timeout_s
+        )
+        return SpanUsage(**{name: int(answer[name]) for name in SpanUsage.__dataclass_fields__})
 
     async def generate(self, info: EngineInfo, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Run a request; the last event has a finish. Closing the iterator early stops the engine's work.

@@ -15,6 +15,7 @@
     |  `- TokenizerMissing
     |- Exhausted               RESOURCE_EXHAUSTED
     |  |- TooManyTurns
+    |  |- QuotaExceeded        the tenant keeps as much as it may
     |  `- StorageFailed        the token log cannot be written
     |- Unavailable             UNAVAILABLE, with RetryInfo
     |  |- EngineUnavailable
@@ -146,6 +147,12 @@ class TooManyTurns(Exhausted):
 
     reason = "TOO_MANY_TURNS"
     retry_after_s = 1.0
+
+
+class QuotaExceeded(Exhausted):
+    """The tenant keeps as much as it may."""
+
+    reason = "QUOTA_EXCEEDED"
 
 
 class StorageFailed(Exhausted):

@@ -22,6 +22,7 @@ from kv_services.conversation import Conversation, Finish, State, Turn, Usage
 from kv_services.engine import Engine, EngineInfo
 from kv_services.errors import EmptyPrompt, EngineRejected, EngineUnavailable, SessionSuspended, TooManyTurns
 from kv_services.metrics import Metrics
+from kv_services.retention import Quota
 from kv_services.sessions import Call, Tokenizers, check_prompt, check_takes_turns, reused
 from kv_services.store import SessionStore
 from kv_services.tasks import Background, Leases, uninterrupted
@@ -65,6 +66,7 @@ class Generation:
         watchers: runs what nobody waits for.
         max_concurrent_turns: more raise TooManyTurns.
         default_max_new_tokens: for samplings that name none.
+        quota: what tenants may keep.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Generation:
         *,
         max_concurrent_turns: int,
         default_max_new_tokens: int,
+        quota: Quota,
     ) -> None:
         self._store, self._engine, self._leases, self._tokenizers = store, engine, leases, tokenizers
         self._watchers, self._metrics = watchers, metrics
@@ -85,6 +88,7 @@ class Generation:
             max_concurrent_turns,
             default_max_new_tokens,
         )
+        self._quota = quota
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -102,7 +106,7 @@ class Generation:
 
         Raises:
             SessionNotFound, SessionBusy, SessionSuspended, DocumentHasNoTurns, TooManyTurns, EmptyPrompt,
-            PromptTooLong, RequestIdReused, EngineRejected: nothing changed.
+            PromptTooLong, QuotaExceeded, RequestIdReused, EngineRejected: nothing changed.
             EngineUnavailable, PageLost, StorageFailed: the turn is open.
         """
         completion = None
@@ -181,6 +185,7 @@ class Generation:
             return turn
         ids = _encode(found, prompt, history, tokenizer)
         check_prompt(len(history), ids, info, tokenizer)
+        await self._quota.require(call.tenant, len(ids), info)
         if turn is not None:
             await self._withdraw(found, turn)
         number = len(found.finished_turns)

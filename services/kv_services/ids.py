@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import hmac
 import re
 import secrets
@@ -35,6 +36,11 @@ def is_session_id(text: str) -> bool:
 def cache_salt(secret: bytes, tenant: str) -> str:
     """Derive a tenant's salt, 64 hex digits: HMAC-SHA256 of its name under the data directory's secret."""
     return hmac.digest(secret, tenant.encode(), "sha256").hex()
+
+
+def salt_id(salt: str) -> str:
+    """Name a salt without telling it, 16 hex digits: a log remembers which secret its page keys come from."""
+    return hashlib.sha256(f"kvdrive salt {salt}".encode()).hexdigest()[:16]
 
 
 def catalog_namespace(secret: bytes) -> str:

@@ -28,7 +28,8 @@ from kv_services.engine import Engine
 from kv_services.generation import Generation
 from kv_services.ids import catalog_namespace
 from kv_services.metrics import Metrics
-from kv_services.sessions import Sessions, Tokenizers
+from kv_services.retention import Quota, sweep
+from kv_services.sessions import Call, Sessions, Tokenizers
 from kv_services.store import Rebuild, SessionStore
 from kv_services.tasks import Background, Leases
 from kv_services.v1 import session_pb2, session_pb2_grpc
@@ -47,7 +48,7 @@ class SessionServer:
 
     Attributes:
         port: where gRPC listens. metrics_port: where `/metrics` is, or None.
-        rebuilt: what the start repaired.
+        rebuilt: what the start repaired. num_expired: sessions and documents deleted for their age.
 
     Raises (on entering):
         ConfigError: a port is taken.
@@ -61,6 +62,7 @@ class SessionServer:
         self.port = 0
         self.metrics_port: int | None = None
         self.rebuilt = Rebuild()
+        self.num_expired = 0
 
     async def __aenter__(self) -> SessionServer:
         async with contextlib.AsyncExitStack() as exits:
@@ -91,7 +93,10 @@ class SessionServer:
         exits.push_async_callback(background.close, max(config.stop_grace_s, _FINISH_S))
         exits.push_async_callback(watchers.close)
         leases, tokenizers = Leases(), Tokenizers()
-        sessions = Sessions(store, self._engine, leases, tokenizers, config.suspend_timeout_s)
+        quota = Quota(store, config.tenant_quota_bytes)
+        sessions = self._sessions = Sessions(
+            store, self._engine, leases, tokenizers, config.suspend_timeout_s, quota
+        )
         generation = Generation(
             store,
             self._engine,
@@ -101,6 +106,7 @@ class SessionServer:
             self._metrics,
             max_concurrent_turns=config.max_concurrent_turns,
             default_max_new_tokens=config.default_max_new_tokens,
+            quota=quota,
         )
         exits.push_async_callback(generation.drained, _FINISH_S)
         self._server = self._serve(SessionApi(sessions, generation, background, self._metrics))
@@ -110,6 +116,9 @@ class SessionServer:
         await self._look()
         watch = asyncio.create_task(self._watch())
         exits.push_async_callback(_cancel, watch)
+        if config.session_ttl_s:
+            sweeper = asyncio.create_task(self._sweep(store, sessions))
+            exits.push_async_callback(_cancel, sweeper)
 
     def _serve(self, api: SessionApi) -> grpc.aio.Server:
         options = [
@@ -146,6 +155,17 @@ class SessionServer:
         while True:
             await asyncio.sleep(self._config.health_interval_s)
             await self._look()
+
+    async def _sweep(self, store: SessionStore, sessions: Sessions) -> None:
+        """Delete expired sessions now and then; Redis may be down meanwhile."""
+
+        async def delete(tenant: str, session_id: str) -> None:
+            await sessions.delete(Call(tenant, "", ""), session_id)
+
+        while True:
+            with contextlib.suppress(CatalogUnavailable):
+                self.num_expired += await sweep(store, self._config.session_ttl_s, delete)
+            await asyncio.sleep(self._config.sweep_interval_s)
 
     async def _look(self) -> None:
         """Tell the health service whether engine and catalog answer."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kv_services import conversation as conversations
 from kv_services.conversation import Conversation, Kind, State, Usage
-from kv_services.engine import Engine, EngineInfo, EngineRequest, LostPage
+from kv_services.engine import Dropped, Engine, EngineInfo, EngineRequest, LostPage, SpanUsage
 from kv_services.errors import (
     DocumentHasNoTurns,
     EmptyPrompt,
@@ -26,6 +26,7 @@ from kv_services.errors import (
     SessionNotFound,
     WrongState,
 )
+from kv_services.retention import Quota
 from kv_services.store import SessionStore
 from kv_services.tasks import Leases
 from kv_services.text import Tokenizer
@@ -83,6 +84,15 @@ class Label:
             )
 
 
+@dataclass(frozen=True)
+class Storage:
+    """What a session takes on SSD; ``num_shared_pages`` of its leading pages another one has too."""
+
+    log_bytes: int
+    spans: SpanUsage
+    num_shared_pages: int
+
+
 class Tokenizers:
     """Keeps the engine's tokenizer loaded."""
 
@@ -106,6 +116,7 @@ class Sessions:
 
     Args:
         suspend_timeout_s: how long a suspend waits at most.
+        quota: what tenants may keep.
     """
 
     def __init__(
@@ -115,9 +126,11 @@ class Sessions:
         leases: Leases,
         tokenizers: Tokenizers,
         suspend_timeout_s: float,
+        quota: Quota,
     ) -> None:
         self._store, self._engine, self._leases, self._tokenizers = store, engine, leases, tokenizers
         self._suspend_timeout_s = suspend_timeout_s
+        self._quota = quota
 
     async def create(self, call: Call, label: Label, document_id: str) -> SessionRow:
         """Create a session, empty or from a document.
@@ -167,7 +180,7 @@ class Sessions:
             text: used when `token_ids` is empty.
 
         Raises:
-            EmptyPrompt, PromptTooLong, EngineUnavailable
+            EmptyPrompt, PromptTooLong, QuotaExceeded, EngineUnavailable
         """
 
         async def work() -> dict[str, object]:
@@ -175,6 +188,7 @@ class Sessions:
             tokenizer = await self._tokenizers.of(info)
             tokens = array("I", token_ids or tokenizer.encode(text, first=True))
             check_prompt(0, tokens, info, tokenizer)
+            await self._quota.require(call.tenant, len(tokens), info)
             session_id = self._store.new_session_id(call.tenant, call.request_id)
             usage = await self._prefill(info, session_id, self._store.salt(call.tenant), tokens)
             meta = self._meta(call, label, session_id, Kind.DOCUMENT, "")
@@ -266,13 +280,33 @@ class Sessions:
                 if found.state is not State.CLOSED:
                     await self._mark(found, State.CLOSED)
                 keys = await asyncio.to_thread(self._store.keys, found, info.page_size)
-                own = keys[await self._store.num_shared(found, keys) :]
-                num_spans, num_bytes = await self._engine.drop(own) if own else (0, 0)
+                num_spans, num_bytes = await self._drop(found, keys)
                 await self._store.delete(found)
             return {"num_spans": num_spans, "freed_bytes": num_bytes}
 
         result = await self._once(call, "delete", work)
         return int(str(result["num_spans"])), int(str(result["freed_bytes"]))
+
+    async def _drop(self, found: Conversation, keys: Sequence[bytes]) -> tuple[int, int]:
+        """Delete the files whose pages no other session has: its own, and those that shared with sessions gone before it."""
+        own = keys[await self._store.num_shared(found, keys) :]
+        if not own:
+            return 0, 0
+        first = await self._engine.drop(own)
+        unowned = await self._store.unowned(found, first.left)
+        second = await self._engine.drop(own, unowned) if unowned else Dropped(0, 0, [])
+        return first.num_spans + second.num_spans, first.num_bytes + second.num_bytes
+
+    async def storage(self, tenant: str, session_id: str) -> Storage:
+        """Measure what a session or document takes on SSD.
+
+        Raises:
+            SessionNotFound, EngineUnavailable
+        """
+        found, _ = await self._store.read(tenant, session_id)
+        keys = await asyncio.to_thread(self._store.keys, found)
+        usage = await self._engine.usage(keys)
+        return Storage(found.log_bytes, usage, await self._store.num_shared(found, keys))
 
     async def _once(self, call: Call, what: str, work: Work) -> dict[str, object]:
         """Do `work`, or return what it returned for an earlier call with this request id."""
@@ -321,6 +355,7 @@ class Sessions:
             self._store.clock(),
             label.title,
             dict(label.labels),
+            self._store.salt_id(call.tenant),
         )
 
     async def _open_session(self, tenant: str, session_id: str) -> Conversation:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_services import conversation as conversations
@@ -22,6 +22,7 @@ from kv_services.tasks import uninterrupted
 from kv_services.token_log import Record
 from kv_tier.meta.catalog import Catalog, SessionRow
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import page_keys
 
 
@@ -40,26 +41,47 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def keys_of(secret: bytes, conversation: Conversation, page_size: int | None = None) -> list[bytes]:
+    """Compute the keys of a session's full pages, for its own page size or another engine's."""
+    size = conversation.page_size if page_size is None else page_size
+    if size == 0:
+        return []
+    tokens = conversation.tokens[: conversation.num_computed_tokens]
+    return page_keys(tokens, size, cache_salt=ids.cache_salt(secret, conversation.tenant))
+
+
 class SessionStore:
     """Sessions of one data directory.
 
     Args:
-        data_dir: open in the role "service"; outlives the store.
+        data_dir: open in the role "service" (fsck reads through other roles); outlives the store.
         catalog: its index; outlives the store.
         request_ttl_s: how long results of repeated request ids are kept.
         clock: milliseconds since the epoch.
+        fs: the system calls of the token logs.
     """
 
     def __init__(
-        self, data_dir: DataDir, catalog: Catalog, request_ttl_s: int, clock: Callable[[], int] = now_ms
+        self,
+        data_dir: DataDir,
+        catalog: Catalog,
+        request_ttl_s: int,
+        clock: Callable[[], int] = now_ms,
+        fs: FileSystem = REAL,
     ) -> None:
-        self._data_dir, self._request_ttl_s, self.clock = data_dir, request_ttl_s, clock
+        self.fs = fs
+        self.data_dir, self._request_ttl_s, self.clock = data_dir, request_ttl_s, clock
         self._secret = data_dir.secret()
         self.catalog = catalog
+        self._failed_logs: set[str] = set()  # an append failed: the next one writes the file anew
 
     def salt(self, tenant: str) -> str:
         """Derive the cache salt of a tenant."""
         return ids.cache_salt(self._secret, tenant)
+
+    def salt_id(self, tenant: str) -> str:
+        """Name a tenant's salt without telling it; see `ids.salt_id`."""
+        return ids.salt_id(self.salt(tenant))
 
     def new_session_id(self, tenant: str, request_id: str) -> str:
         """Mint a session id; see `ids.new_session_id`."""
@@ -67,7 +89,7 @@ class SessionStore:
 
     def exists(self, session_id: str) -> bool:
         """Tell whether there is a log."""
-        return self._data_dir.token_log_path(session_id).exists()
+        return self.data_dir.token_log_path(session_id).exists()
 
     async def create(self, records: Sequence[Record]) -> SessionRow:
         """Create a session from the records of its log, META first.
@@ -77,7 +99,8 @@ class SessionStore:
             CatalogUnavailable: the log is there; a repeat of the call finds it, and the next start lists it.
         """
         session_id = str(records[0].head["session_id"])
-        size = await asyncio.to_thread(token_log.create, self._data_dir.token_log_path(session_id), records)
+        path = self.data_dir.token_log_path(session_id)
+        size = await asyncio.to_thread(token_log.create, path, records, self.fs)
         return await self.index(conversations.fold(records, size))
 
     async def read(self, tenant: str, session_id: str) -> tuple[Conversation, SessionRow]:
@@ -92,7 +115,7 @@ class SessionStore:
             CatalogUnavailable: Redis does not answer.
         """
         found, row = await self._find(tenant, session_id)
-        return found, self._row(found, row.num_sealed if row else 0)
+        return found, self.row(found, row.num_sealed if row else 0)
 
     async def open(self, tenant: str, session_id: str) -> Conversation:
         """Read a session that the caller holds, and put its index right.
@@ -101,7 +124,7 @@ class SessionStore:
             As `read`.
         """
         found, row = await self._find(tenant, session_id)
-        if row != self._row(found, row.num_sealed if row else 0):
+        if row != self.row(found, row.num_sealed if row else 0):
             await self.index(found)
         return found
 
@@ -113,8 +136,12 @@ class SessionStore:
         """
 
         async def whole() -> None:
-            path = self._data_dir.token_log_path(conversation.session_id)
-            size = await asyncio.to_thread(token_log.append, path, record, conversation.log_bytes)
+            session_id = conversation.session_id
+            path = self.data_dir.token_log_path(session_id)
+            write = token_log.rewrite if session_id in self._failed_logs else token_log.append
+            self._failed_logs.add(session_id)
+            size = await asyncio.to_thread(write, path, record, conversation.log_bytes, self.fs)
+            self._failed_logs.discard(session_id)
             conversation.log_bytes = size
             conversations.apply(conversation, record)
 
@@ -134,38 +161,47 @@ class SessionStore:
             session_id, keys[num_written:] if extends else keys, num_written if extends else 0
         )
         old = await self.catalog.get(session_id)
-        row = self._row(conversation, old.num_sealed if old and extends else 0)
+        row = self.row(conversation, old.num_sealed if old and extends else 0)
         await self.catalog.put(row)
         return row
 
     def keys(self, conversation: Conversation, page_size: int | None = None) -> list[bytes]:
-        """Compute the keys of a session's full pages, for its own page size or another engine's."""
-        size = conversation.page_size if page_size is None else page_size
-        if size == 0:
-            return []
-        tokens = conversation.tokens[: conversation.num_computed_tokens]
-        return page_keys(tokens, size, cache_salt=self.salt(conversation.tenant))
+        """Compute the keys of a session's full pages; see `keys_of`."""
+        return keys_of(self._secret, conversation, page_size)
 
     async def delete(self, conversation: Conversation) -> None:
         """Remove log and index; the log goes first, so that nothing lists a session that is half gone."""
-        path = self._data_dir.token_log_path(conversation.session_id)
-        path.unlink(missing_ok=True)
-        await asyncio.to_thread(token_log.sync_directory, path.parent)
-        await self.catalog.remove(self._row(conversation, 0))
+        path = self.data_dir.token_log_path(conversation.session_id)
+        await asyncio.to_thread(token_log.remove, path, self.fs)
+        await self.catalog.remove(self.row(conversation, 0))
+
+    async def rows(self, tenant: str) -> AsyncIterator[SessionRow]:
+        """Walk through the rows of a tenant's sessions and documents."""
+        for kind in conversations.Kind:
+            after = ""
+            while True:
+                rows, after = await self.catalog.list(tenant, kind, after, limit=500)
+                for row in rows:
+                    yield row
+                if not after:
+                    break
 
     async def num_shared(self, conversation: Conversation, keys: Sequence[bytes]) -> int:
         """Count the leading pages of `keys` that some other session or document of the tenant has too."""
         most = 0
-        for kind in conversations.Kind:
-            after = ""
-            while True:
-                rows, after = await self.catalog.list(conversation.tenant, kind, after, limit=500)
-                for row in rows:
-                    if row.session_id != conversation.session_id:
-                        most = max(most, await self.catalog.num_shared(row.session_id, keys))
-                if not after:
-                    break
+        async for row in self.rows(conversation.tenant):
+            if row.session_id != conversation.session_id:
+                most = max(most, await self.catalog.num_shared(row.session_id, keys))
         return most
+
+    async def unowned(self, conversation: Conversation, places: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        """Pick the page keys among `places` (ordinal, key) that no other session or document of the tenant has."""
+        left = list(places)
+        async for row in self.rows(conversation.tenant):
+            if left and row.session_id != conversation.session_id:
+                held = await self.catalog.holds(row.session_id, left)
+                left = [place for place, taken in zip(left, held, strict=True) if not taken]
+        return [key for _, key in left]
 
     async def rebuild(self) -> Rebuild:
         """Make the catalog tell what the logs tell, and end deletions that a crash cut short.
@@ -174,9 +210,9 @@ class SessionStore:
             CatalogUnavailable: Redis does not answer.
         """
         report = Rebuild()
-        for unfinished in (self._data_dir.path / "sessions").glob(f"*{token_log.TEMPORARY_SUFFIX}"):
+        for unfinished in (self.data_dir.path / "sessions").glob(f"*{token_log.TEMPORARY_SUFFIX}"):
             unfinished.unlink()
-        logged, listed = set(self._data_dir.session_ids()), set()
+        logged, listed = set(self.data_dir.session_ids()), set()
         async for tenant, kind, member in self.catalog.all_members():
             session_id = member.partition(":")[2]
             listed.add(session_id)
@@ -187,7 +223,7 @@ class SessionStore:
             if not ids.is_session_id(session_id) or await self._is_indexed(session_id, listed):
                 continue
             try:
-                found = await self._load(session_id)
+                found = await self.load(session_id)
             except LogCorrupt:
                 report.corrupt.append(session_id)
                 continue
@@ -211,7 +247,7 @@ class SessionStore:
     async def _find(self, tenant: str, session_id: str) -> tuple[Conversation, SessionRow | None]:
         known = ids.is_session_id(session_id)
         row = await self.catalog.get(session_id) if known else None
-        found = await self._load(session_id) if known else None
+        found = await self.load(session_id) if known else None
         if found is None or found.tenant != tenant:
             raise SessionNotFound(
                 f"tenant {tenant!r} has no session or document {session_id!r}; list them to see which there are",
@@ -223,16 +259,22 @@ class SessionStore:
         row = await self.catalog.get(session_id)
         if row is None or session_id not in listed or row.state not in (State.ACTIVE, State.SUSPENDED):
             return False
-        return row.log_bytes == self._data_dir.token_log_path(session_id).stat().st_size
+        return row.log_bytes == self.data_dir.token_log_path(session_id).stat().st_size
 
-    async def _load(self, session_id: str) -> Conversation | None:
+    async def load(self, session_id: str) -> Conversation | None:
+        """Read a log, whoever's it is; None when there is none.
+
+        Raises:
+            LogCorrupt: it is damaged.
+        """
         try:
-            records, size = await asyncio.to_thread(token_log.load, self._data_dir.token_log_path(session_id))
+            records, size = await asyncio.to_thread(token_log.load, self.data_dir.token_log_path(session_id))
         except FileNotFoundError:
             return None
         return conversations.fold(records, size)
 
-    def _row(self, found: Conversation, num_sealed: int) -> SessionRow:
+    def row(self, found: Conversation, num_sealed: int) -> SessionRow:
+        """Describe a session as the catalog should."""
         return SessionRow(
             session_id=found.session_id,
             tenant=found.tenant,

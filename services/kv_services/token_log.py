@@ -18,13 +18,15 @@ Downside: a flipped bit in the very last record looks like a torn tail and costs
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
 import json
 import os
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from typing import Any
 import google_crc32c
 
 from kv_services.errors import LogCorrupt, StorageFailed
+from kv_tier.meta.file_system import REAL, FileSystem
 
 MAGIC = b"KVDRTLG1"
 TEMPORARY_SUFFIX = ".tmp"
@@ -84,7 +87,7 @@ def encode(record: Record) -> bytes:
     return front + _crc(front) + body + _crc(body)
 
 
-def create(path: Path, records: Iterable[Record]) -> int:
+def create(path: Path, records: Iterable[Record], fs: FileSystem = REAL) -> int:
     """Create a log that holds `records`, or nothing at all.
 
     Returns:
@@ -94,42 +97,91 @@ def create(path: Path, records: Iterable[Record]) -> int:
         StorageFailed: the operating system failed a step; no file is left.
     """
     data = MAGIC + b"".join(encode(record) for record in records)
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-        sync_directory(path.parent)
+        with _opened(fs, str(path.parent), os.O_RDONLY | os.O_DIRECTORY) as directory:
+            try:
+                _write_beside(fs, directory, path.name, data)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    fs.unlink(path.name, dir_fd=directory)
+                raise
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise _storage_failed("create", path, error) from error
     return len(data)
 
 
-def append(path: Path, record: Record, at: int) -> int:
+def rewrite(path: Path, record: Record, at: int, fs: FileSystem = REAL) -> int:
+    """Append a record as `append` does, to a copy that then takes the log's name.
+
+    Returns:
+        Bytes of the log now.
+
+    Raises:
+        StorageFailed: the operating system failed a step; the log is as it was, and must still be rewritten.
+        LogCorrupt: what it held before is not what was written.
+    """
+    try:
+        data = path.read_bytes()[:at]
+        decode(data, path)
+        data += encode(record)
+        with _opened(fs, str(path.parent), os.O_RDONLY | os.O_DIRECTORY) as directory:
+            _write_beside(fs, directory, path.name, data)
+    except OSError as error:
+        raise _storage_failed("rewrite", path, error) from error
+    return len(data)
+
+
+def append(path: Path, record: Record, at: int, fs: FileSystem = REAL) -> int:
     """Append a record at byte `at`, the end of the intact log, and fsync it. Cuts off a torn tail behind `at`.
 
     Returns:
         Bytes of the intact log now.
 
     Raises:
-        StorageFailed: the operating system failed a step; the log is as it was.
+        StorageFailed: the operating system failed a step; the log is as it was, and whoever appends next must `rewrite` it: a
+            fsync that failed is final for the file, because the kernel may have dropped what it could not write.
     """
     data = encode(record)
     try:
-        descriptor = os.open(path, os.O_WRONLY)
+        with _opened(fs, str(path), os.O_WRONLY) as descriptor:
+            try:
+                _write_at(fs, descriptor, data, at)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    fs.truncate(descriptor, at)  # a torn tail that stays is cut off by the next append
+                raise
     except OSError as error:
-        raise _storage_failed("open", path, error) from error
-    try:
-        _write_at(descriptor, data, at)
-    except OSError as error:
-        os.ftruncate(descriptor, at)
         raise _storage_failed("append to", path, error) from error
-    finally:
-        os.close(descriptor)
     return at + len(data)
+
+
+def cut_tail(path: Path, at: int, fs: FileSystem = REAL) -> None:
+    """Cut off what lies behind the intact log, durably.
+
+    Raises:
+        StorageFailed: the operating system failed a step.
+    """
+    try:
+        with _opened(fs, str(path), os.O_WRONLY) as descriptor:
+            fs.truncate(descriptor, at)
+            fs.fsync(descriptor)
+    except OSError as error:
+        raise _storage_failed("cut the tail of", path, error) from error
+
+
+def remove(path: Path, fs: FileSystem = REAL) -> None:
+    """Remove a log, durably; one that is gone already is no error.
+
+    Raises:
+        StorageFailed: the operating system failed a step; the log may be there after a crash.
+    """
+    try:
+        with _opened(fs, str(path.parent), os.O_RDONLY | os.O_DIRECTORY) as directory:
+            with contextlib.suppress(FileNotFoundError):
+                fs.unlink(path.name, dir_fd=directory)
+            fs.fsync_dir(directory)
+    except OSError as error:
+        raise _storage_failed("remove", path, error) from error
 
 
 def load(path: Path) -> tuple[list[Record], int]:
@@ -166,15 +218,6 @@ def decode(data: bytes, path: Path) -> tuple[list[Record], int]:
             f"{path}: record at byte {at} is damaged; restore the log from a backup", path=path, value=at
         )
     return records, at
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _decode_one(data: bytes, at: int) -> tuple[Record | None, int]:
@@ -214,13 +257,39 @@ def _intact_behind(data: bytes, at: int) -> bool:
     )
 
 
-def _write_at(descriptor: int, data: bytes, at: int) -> None:
-    if os.fstat(descriptor).st_size > at:
-        os.ftruncate(descriptor, at)
+@contextlib.contextmanager
+def _opened(fs: FileSystem, name: str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
+    descriptor = fs.open(name, flags, dir_fd=dir_fd)
+    try:
+        yield descriptor
+    finally:
+        fs.close(descriptor)
+
+
+def _write_beside(fs: FileSystem, directory: int, name: str, data: bytes) -> None:
+    """Write a file under a temporary name, and give it its name once it is durable."""
+    temporary = name + TEMPORARY_SUFFIX
+    try:
+        with _opened(fs, temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, directory) as descriptor:
+            _write_at(fs, descriptor, data, 0)
+        fs.rename(temporary, name, source_dir_fd=directory, target_dir_fd=directory)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fs.unlink(temporary, dir_fd=directory)
+        raise
+    fs.fsync_dir(directory)
+
+
+def _write_at(fs: FileSystem, descriptor: int, data: bytes, at: int) -> None:
+    if fs.size(descriptor) > at:
+        fs.truncate(descriptor, at)
     written = 0
     while written < len(data):
-        written += os.pwrite(descriptor, data[written:], at + written)
-    os.fsync(descriptor)
+        count = fs.pwrite(descriptor, data[written:], at + written)
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += count
+    fs.fsync(descriptor)
 
 
 def _crc(data: bytes) -> bytes:

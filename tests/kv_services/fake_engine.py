@@ -94,6 +94,8 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.aborted: asyncio.Queue[str] = asyncio.Queue()
         self.dropped: list[str] = []
+        self.drops: list[tuple[list[str], list[str]]] = []
+        self.left: list[tuple[int, str]] = []
         self.sealed: set[str] = set()
         self.sealing = True
         self.page_size, self.context_length = PAGE, CONTEXT
@@ -158,6 +160,7 @@ class FakeEngine:
             "model_path": str(self.tokenizer),
             "tokenizer_path": str(self.tokenizer),
             "page_size": self.page_size,
+            "page_bytes": 100,
             "context_length": self.context_length,
             "fingerprint": "00" * 32,
             "budget_tokens": "all",
@@ -168,11 +171,21 @@ class FakeEngine:
         run = next((n for n, key in enumerate(keys) if key not in self.sealed), len(keys))
         return {"num_sealed": run}
 
-    def _op_drop(self, keys: list[str]) -> dict[str, Any]:
+    def _op_drop(self, keys: list[str], unowned: list[str]) -> dict[str, Any]:
         self.dropped += keys
-        gone = self.sealed & set(keys)
+        self.drops.append((keys, unowned))
+        gone = self.sealed & {*keys, *unowned}
         self.sealed -= gone
-        return {"num_spans": len(gone), "bytes": 100 * len(gone)}
+        return {"num_spans": len(gone), "bytes": 100 * len(gone), "left": self.left}
+
+    def _op_usage(self, keys: list[str]) -> dict[str, Any]:
+        num_spans = len(self.sealed & set(keys))
+        return {
+            "num_spans": num_spans,
+            "kv_bytes": 90 * num_spans,
+            "other_kv_bytes": 0,
+            "index_bytes": 10 * num_spans,
+        }
 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with self._connection(writer):

@@ -157,7 +157,7 @@ def test_failed_create_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_append_to_a_missing_log_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageFailed, match="cannot open"):
+    with pytest.raises(StorageFailed, match="cannot append to"):
         token_log.append(tmp_path / "log", RECORDS[1], 8)
     with pytest.raises(FileNotFoundError):
         token_log.load(tmp_path / "log")

@@ -10,8 +10,10 @@ import torch
 
 from kv_tier import spans as spans_module
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.file_system import FileSystem
 from kv_tier.meta.span_file import SpanFile, SpanParts, write_span
 from kv_tier.meta.span_format import SpanHeader
+from kv_tier.spans import Usage
 from tests.kv_tier.conftest import EngineFactory
 from tests.models.synthetic_engine import GEOMETRY, Session, SyntheticEngine, fork_script, make_script
 
@@ -166,9 +168,14 @@ def test_usage_counts_every_file_once(new_engine: EngineFactory) -> None:
     engine = new_engine()
     engine.seal(prefilled(engine), open_stretch=True)
     sizes = [path.stat().st_size for path in engine.span_paths()]
-    assert engine.spans.usage(engine.keys(SCRIPT, 25)) == (3, sum(sizes))
-    assert engine.spans.usage(engine.keys(SCRIPT, 9)[8:]) == (1, sizes[1])
-    assert engine.spans.usage([b"?" * 32]) == (0, 0)
+    page_bytes = GEOMETRY.page_bytes
+    whole = engine.spans.usage(engine.keys(SCRIPT, 25))
+    assert (whole.num_spans, whole.ssd_bytes) == (3, sum(sizes))
+    assert (whole.kv_bytes, whole.other_kv_bytes) == (20 * page_bytes, 0)
+    part = engine.spans.usage(engine.keys(SCRIPT, 9)[8:])
+    assert (part.num_spans, part.ssd_bytes) == (1, sizes[1])
+    assert (part.kv_bytes, part.other_kv_bytes) == (page_bytes, 7 * page_bytes)
+    assert engine.spans.usage([b"?" * 32]) == Usage(0, 0, 0, 0)
 
 
 # ---- the writer ---------------------------------------------------------------------------------------------
@@ -182,10 +189,12 @@ class Gate:
         self.num_begun = threading.Semaphore(0)
         monkeypatch.setattr(spans_module, "write_span", self)
 
-    def __call__(self, data_dir: DataDir, span_id: int, header: SpanHeader, parts: SpanParts) -> SpanFile:
+    def __call__(
+        self, data_dir: DataDir, span_id: int, header: SpanHeader, parts: SpanParts, *, fs: FileSystem
+    ) -> SpanFile:
         self.num_begun.release()
         assert self.open.wait(30)
-        return write_span(data_dir, span_id, header, parts)
+        return write_span(data_dir, span_id, header, parts, fs=fs)
 
 
 def test_the_writer_holds_whoever_is_too_fast(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_tier import spans as spans_module
-from kv_tier.meta.span_file import SpanFile, write_span, write_unlinked_span
+from kv_tier.meta.span_file import SpanFile
 from kv_tier.meta.span_format import SectionType
+from kv_tier.spans import SpaceLimits
 from tests.faults.faulty_file_system import FaultyFileSystem
 from tests.kv_tier.conftest import EngineFactory, opening_engines
 from tests.models.synthetic_engine import Session, SyntheticEngine, make_script
@@ -273,16 +272,13 @@ def test_a_span_that_is_bad_at_start_is_quarantined(
 # ---- writing ------------------------------------------------------------------------------------------------
 
 
-def failing_writes(monkeypatch: pytest.MonkeyPatch, fail_at: int) -> None:
-    """Let one file operation of the next durable span fail for want of space."""
-    fs = FaultyFileSystem(fail_at, error=errno.ENOSPC)
-    monkeypatch.setattr(spans_module, "write_span", functools.partial(write_span, fs=fs))
+def failing_writes(engine: SyntheticEngine, fail_at: int) -> None:
+    """Let one file operation of the next span fail for want of space."""
+    engine.spans.fs = FaultyFileSystem(fail_at, error=errno.ENOSPC)
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 5, 9])
-def test_a_full_disk_leaves_pages_in_dram_and_readable(
-    new_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
+def test_a_full_disk_leaves_pages_in_dram_and_readable(new_engine: EngineFactory, fail_at: int) -> None:
     sound = new_engine()
     expected_session = sound.start(SCRIPT)
     sound.prefill(expected_session, PROMPT)
@@ -290,7 +286,7 @@ def test_a_full_disk_leaves_pages_in_dram_and_readable(
     engine = new_engine()
     session = engine.start(SCRIPT)
     engine.prefill(session, 32)
-    failing_writes(monkeypatch, fail_at)
+    failing_writes(engine, fail_at)
     engine.seal(session)
     assert engine.spans.num_seal_errors == 1 and engine.span_paths() == []
     assert list((engine.data_dir.path / "spans").iterdir()) == []
@@ -304,13 +300,12 @@ def test_a_full_disk_leaves_pages_in_dram_and_readable(
 
 
 def test_a_spill_that_fails_costs_only_who_asked_for_frames(
-    new_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+    new_engine: EngineFactory,
 ) -> None:
     engine = new_engine(num_frames=18)
     first = engine.start(SCRIPT)
     engine.prefill(first, PROMPT)
-    fs = FaultyFileSystem(0, error=errno.ENOSPC)
-    monkeypatch.setattr(spans_module, "write_unlinked_span", functools.partial(write_unlinked_span, fs=fs))
+    failing_writes(engine, 0)
     second = engine.start(MATE_SCRIPT)
     engine.extend((second, 20))
     failure = engine.state(second).failure
@@ -394,8 +389,8 @@ def test_a_span_that_can_never_fit_evicts_nobody(new_engine: EngineFactory) -> N
     attached = seal_one_stretch(engine, 0, keep=True)
     free = seal_one_stretch(engine, 1)
     wide = engine.start(make_script(70, seed=2))
-    engine.spans.ssd_bytes = 2 * size - 1
-    engine.spans.used_bytes = 3 * size  # two more files whose owners are attached
+    engine.spans.limits = SpaceLimits(2 * size - 1)
+    engine.spans.bytes_of["foreign"] += size  # two more files that never leave
     engine.prefill(wide, 32)
     engine.seal(wide)
     assert engine.spans.num_seal_errors == 1

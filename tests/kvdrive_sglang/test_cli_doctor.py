@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.data_dir import DataDir, lock_owner
 from kv_tier.meta.embedded_valkey import EmbeddedValkey
+from kv_tier.spans import KINDS
 from kvdrive_sglang.cli import doctor as program
 from kvdrive_sglang.cli.doctor import Check, State
 from kvdrive_sglang.cli.main import build_app
@@ -96,11 +97,11 @@ def test_spans_are_counted_and_damage_is_named(data: Path) -> None:
 
 
 def test_an_owner_that_does_not_answer(data: Path) -> None:
-    assert program.lock_owner(data / "engine.lock") is None
-    assert program.check_engine(data).state is State.NOTE
+    assert lock_owner(data / "engine.lock") is None
+    assert [check.state for check in program.check_engine(data)] == [State.NOTE]
     with DataDir.open(data, role="engine"):
-        assert program.lock_owner(data / "engine.lock") == str(os.getpid())
-        check = program.check_engine(data)
+        assert lock_owner(data / "engine.lock") == str(os.getpid())
+        (check,) = program.check_engine(data)
     assert check.state is State.WARN and str(os.getpid()) in check.detail
 
 
@@ -112,8 +113,16 @@ INFO = {
     "http_port": 30000,
     "budget_tokens": "all",
 }
-COUNTERS = {"pages_lost": 0, "pages_quarantined": 0, "seal_errors": 0}
-GAUGES = {"spans": 3, "foreign_spans": 0, "frames_free": 5, "frames_total": 9}
+COUNTERS = {
+    "pages_lost": 0,
+    "pages_quarantined": 0,
+    "seal_errors": 0,
+    "pages_written": 10,
+    "pages_rewritten": 2,
+}
+GAUGES = {"spans": 3, "foreign_spans": 0, "frames_free": 5, "frames_total": 9, "ssd_used_bytes": 0} | {
+    f"ssd_{kind}_bytes": 0 for kind in KINDS
+}
 
 
 @pytest.fixture
@@ -138,19 +147,34 @@ def answers(data: Path) -> Iterator[dict[str, object]]:
 
 
 def test_a_live_engine_is_described(data: Path, answers: dict[str, object]) -> None:
-    check = program.check_engine(data)
-    assert check.state is State.OK
+    check, account = program.check_engine(data)
+    assert check.state is account.state is State.OK
     assert "pid 7 serves some-model on 127.0.0.1:30000, budget all; 3 spans" in check.detail
 
 
 def test_foreign_spans_are_a_warning(data: Path, answers: dict[str, object]) -> None:
     answers["stats"] = {"ok": True, "counters": COUNTERS, "gauges": GAUGES | {"foreign_spans": 2}}
-    assert program.check_engine(data).state is State.WARN
+    assert program.check_engine(data)[0].state is State.WARN
+
+
+def test_the_engines_account_is_held_against_the_directory(data: Path, answers: dict[str, object]) -> None:
+    (data / "spans" / f"{1:016x}.span").write_bytes(b"x" * 700)
+    (data / "quarantine" / "old.span").write_bytes(b"x" * 300)
+    (data / "spans" / ".tmp-2").write_bytes(b"not whole yet")
+    gauges = GAUGES | {"ssd_live_bytes": 700, "ssd_quarantine_bytes": 300, "ssd_used_bytes": 1500}
+    answers["stats"] = {"ok": True, "counters": COUNTERS, "gauges": gauges}
+    account = program.check_engine(data)[1]
+    assert account.state is State.OK
+    assert "1,000 in files and 500 unlinked" in account.detail and "hold 1,000" in account.detail
+    assert "pages were written 1.25 times" in account.detail
+    assert program.check_bytes(data, gauges | {"ssd_live_bytes": 701}, COUNTERS).state is State.WARN
+    busy = gauges | {"ssd_live_bytes": 0, "ssd_writing_bytes": 700}
+    assert program.check_bytes(data, busy, COUNTERS).state is State.OK
 
 
 def test_an_answer_that_is_none_is_no_engine(data: Path, answers: dict[str, object]) -> None:
     answers["info"] = {"ok": False, "reason": "UNKNOWN_OPERATION"}
-    assert program.check_engine(data).state is State.NOTE
+    assert [check.state for check in program.check_engine(data)] == [State.NOTE]
 
 
 def test_versions_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

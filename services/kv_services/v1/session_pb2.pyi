@@ -104,16 +104,36 @@ class CreateSessionResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "with_storage")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    WITH_STORAGE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    with_storage: bool
+    def __init__(self, session_id: _Optional[str] = ..., with_storage: _Optional[bool] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "storage")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     session: Session
-    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+    storage: Storage
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ...) -> None: ...
+
+class Storage(_message.Message):
+    __slots__ = ("log_bytes", "num_spans", "kv_bytes", "other_kv_bytes", "index_bytes", "num_shared_pages")
+    LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPANS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    log_bytes: int
+    num_spans: int
+    kv_bytes: int
+    other_kv_bytes: int
+    index_bytes: int
+    num_shared_pages: int
+    def __init__(self, log_bytes: _Optional[int] = ..., num_spans: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., other_kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., num_shared_pages: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "kind")
