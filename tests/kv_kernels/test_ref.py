@@ -89,3 +89,51 @@ def test_merging_two_empty_states_is_empty() -> None:
     out, lse = ref.merge_states(empty, none, empty, none)
     assert (out == 0).all()
     assert (lse == -INF).all()
+
+
+def test_codes_pack_and_unpack() -> None:
+    codes = torch.tensor([[0, 15, 1, 7], [8, 2, 15, 0]])
+    assert ref.pack_codes(codes).tolist() == [[0x10, 0x7F], [0xF8, 0x02]]
+    assert ref.unpack_codes(ref.pack_codes(codes)).tolist() == codes.tolist()
+    every = torch.arange(16).expand(2, 16)
+    assert torch.equal(ref.unpack_codes(ref.pack_codes(every)), every)
+
+
+def test_sketch_build_by_hand() -> None:
+    keys = torch.tensor([[[1.0, 0.0], [-0.1, 3.0], [100.0, -100.0]]])
+    key_map = torch.tensor([[[1.0, 0.0, 2.0, 0.0], [0.0, 1.0, 0.0, -1.0]]])
+    offset = torch.tensor([[8.0, 8.0, 7.5, 0.0]])
+    # coordinates: 9 8 9.5 0; 7.9 11 7.3 -3; 108 -92 207.5 100
+    expected = [[[9, 8, 9, 0], [7, 11, 7, 0], [15, 0, 15, 15]]]
+    assert ref.unpack_codes(ref.sketch_build(keys, key_map, offset)).tolist() == expected
+
+
+def test_a_fine_sketch_scores_pages_by_their_attention_mass() -> None:
+    heads, group, dim = 2, 3, 16
+    query, keys = torch.randn(heads, group, dim), torch.randint(0, 16, (heads, 21, dim)) - 7.5
+    offset = torch.full((heads, dim), 7.5)
+    identity = torch.eye(dim).expand(heads, dim, dim)
+    sketch = ref.sketch_build(keys, identity, offset)
+    assert sketch.dtype == torch.uint8
+    mass = (query @ keys.mT * 0.25).softmax(-1).sum(1)
+    scores = ref.sketch_score(query, sketch, identity, 0.25, page_entries=8)
+    expected = torch.stack([mass[:, :8].sum(1), mass[:, 8:16].sum(1), mass[:, 16:].sum(1)], dim=1)
+    torch.testing.assert_close(scores, expected)
+
+
+def test_sketch_score_of_a_request_ignores_what_lies_beyond_its_length() -> None:
+    query, query_map = torch.randn(2, 3, 4, 8), torch.randn(3, 8, 6)
+    sketch = torch.randint(0, 256, (2, 3, 21, 3), dtype=torch.uint8)
+    scores = ref.sketch_score(query, sketch, query_map, 0.3, 4, torch.tensor([9, 21]))
+    alone = ref.sketch_score(query[0], sketch[0, :, :9], query_map, 0.3, 4)
+    torch.testing.assert_close(scores[0, :, :3], alone)
+    torch.testing.assert_close(scores[1], ref.sketch_score(query[1], sketch[1], query_map, 0.3, 4))
+    assert (scores[0, :, 3:] == -INF).all()
+
+
+def test_a_code_does_not_depend_on_how_many_keys_share_a_call() -> None:
+    keys, key_map = torch.randn(2, 100, 64).bfloat16(), torch.randn(2, 64, 32)
+    offset = torch.full((2, 32), ref.CODE_CENTRE)
+    whole = ref.sketch_build(keys, key_map, offset)
+    parts = [ref.sketch_build(keys[:, i : i + 7], key_map, offset) for i in range(0, 100, 7)]
+    assert torch.equal(torch.cat(parts, 1), whole)
