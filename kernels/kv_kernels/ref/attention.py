@@ -1,29 +1,36 @@
-"""Definition of decode attention over gathered positions and of the merge of partial results."""
+"""Definition of decode attention over the pages of a table, and of the merge of partial results."""
 
 import torch
 
 
 def sparse_decode_attention(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int | torch.Tensor, scale: float
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend one query token per head over the first `length` gathered positions.
+    """Attend one query token per head over the pages its table names, in the table's order, wherever they lie.
 
     Args:
-        query: [kv_head, group, head_dim] float, or [request, kv_head, group, head_dim].
-        k, v: [kv_head, position, head_dim] float, or with the leading request axis.
-        length: valid positions; an int without, [request] integer with the request axis.
+        query: [request, kv_head, group, head_dim] float.
+        k_pool, v_pool: [place, page_size, head_dim] float: frames, or the slots of window caches.
+        table: [request, kv_head, selected] integer places, -1 after the last one.
+        lengths: [request, kv_head] integer, positions that count: those of the pages named, less what the last page
+            has not written yet.
         scale: the model's attention scale.
 
     Returns:
-        (out like query in its dtype, lse [..., kv_head, group] float32, the log-sum-exp of the scaled logits).
-        Without a valid position out is 0 and lse is -inf.
+        (out like query in its dtype, lse [request, kv_head, group] float32, the log-sum-exp of the scaled logits).
+        Without a position out is 0 and lse is -inf.
     """
-    logits = query.float() @ k.float().transpose(-1, -2) * scale  # [..., kv_head, group, position]
-    limit = length if isinstance(length, int) else length[:, None, None, None]
-    beyond = torch.arange(k.shape[-2], device=k.device) >= limit
+    k, v = (pool[table.clamp(min=0)].flatten(2, 3).float() for pool in (k_pool, v_pool))
+    logits = query.float() @ k.mT * scale  # [request, kv_head, group, position]
+    beyond = torch.arange(k.shape[2], device=k.device) >= lengths[:, :, None, None]
     lse = logits.masked_fill(beyond, float("-inf")).logsumexp(-1)
     weights = (logits - lse[..., None]).exp().masked_fill(beyond, 0)
-    return (weights @ v.float()).to(query.dtype), lse
+    return (weights @ v.masked_fill(beyond.mT, 0)).to(query.dtype), lse
 
 
 def merge_states(

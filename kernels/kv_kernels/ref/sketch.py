@@ -3,7 +3,8 @@
 A direction is a constant of the model, of one (layer, KV head). Logits live in the space in which the queries are white:
 with S the square root of the query covariance and E the leading eigenvectors of S Ck S, a key becomes k S E and a query
 q S^-1 E. The quantiser's step of a direction is a constant too, and is folded into both maps, so that a sketch holds
-codes and nothing else: head_dim 64 and 32 directions take 16 bytes a key.
+codes and nothing else: 32 directions take 16 bytes a key. Steps of 0.4 standard deviations of their direction lose almost
+what scales per page and direction lose, which would add half of the bytes again (benchmarks/NOTES.md).
 
 Packed layout, uint8 [..., entry, direction / 2]: byte j holds direction j in its low nibble and direction j + direction / 2
 in its high nibble. A code c in 0..15 stands for the coordinate c - 7.5 steps from the calibration's mean key; the 7.5 and
@@ -76,7 +77,7 @@ def sketch_score(
     pages = torch.nn.functional.pad(weights, (0, -num_entries % page_entries)).unflatten(
         -1, (-1, page_entries)
     )
-    scores = pages.sum(-1)
+    scores: torch.Tensor = pages.sum(-1)
     if lengths is None:
         return scores
     first = torch.arange(0, num_entries, page_entries, device=sketch.device)

@@ -8,22 +8,22 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.triton_kernels.common import dot_precision, padded_group
+from kv_kernels.triton_kernels.common import dot_precision, padded, warps_for
 
-SPLIT_POSITIONS = 256  # positions per program
+SPLIT_POSITIONS = 64  # positions per program
 STEP_POSITIONS = 64  # positions per product
 
 
 @triton.jit
 def _split_kernel(
-    query, k, v, lengths, parts, part_lse, scale, num_heads, num_positions, num_splits,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    query, k_pool, v_pool, table, lengths, parts, part_lse, scale, num_selected, num_splits,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split with a running softmax; write its normalised out and its lse."""
     split = tl.program_id(0)
     row = tl.program_id(1)  # request * num_heads + kv_head
-    length = tl.load(lengths + row // num_heads)
+    length = tl.load(lengths + row)
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, HEAD_DIM)
     q_at = query + (row * GROUP + member[:, None]) * HEAD_DIM + dim[None, :]
@@ -33,17 +33,20 @@ def _split_kernel(
     out = tl.zeros([GROUP_PAD, HEAD_DIM], dtype=tl.float32)
     for begin in range(0, SPLIT, STEP):
         position = split * SPLIT + begin + tl.arange(0, STEP)
-        at = (row.to(tl.int64) * num_positions + position[:, None]) * HEAD_DIM + dim[None, :]
-        keys = tl.load(k + at, mask=position[:, None] < length, other=0.0).to(tl.float32)
-        values = tl.load(v + at, mask=position[:, None] < length, other=0.0).to(tl.float32)
+        valid = (position < length) & (position < num_selected * PAGE_SIZE)
+        place = tl.load(table + row * num_selected + position // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        at = (place * PAGE_SIZE + position % PAGE_SIZE)[:, None] * HEAD_DIM + dim[None, :]
+        keys = tl.load(k_pool + at, mask=valid[:, None], other=0.0).to(tl.float32)
+        values = tl.load(v_pool + at, mask=valid[:, None], other=0.0).to(tl.float32)
         logit = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        logit = tl.where(position[None, :] < length, logit, float("-inf"))
+        logit = tl.where(valid[None, :], logit, float("-inf"))
         new_top = tl.maximum(top, tl.max(logit, axis=1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp(logit - shift[:, None])
         fade = tl.exp(top - shift)
         total = total * fade + tl.sum(weight, axis=1)
-        out = out * fade[:, None] + tl.dot(weight, values, input_precision="ieee")
+        # tf32 keeps 11 bits of a weight, bf16 keeps 8 of the result
+        out = out * fade[:, None] + tl.dot(weight, values, input_precision=PRECISION)
         top = new_top
     divisor = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, float("-inf"), top + tl.log(divisor))
@@ -101,24 +104,34 @@ def _merge_kernel(out_a, lse_a, out_b, lse_b, out, lse, HEAD_DIM: tl.constexpr, 
 
 
 def sparse_decode_attention(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int | torch.Tensor, scale: float
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    *,
+    split_positions: int = SPLIT_POSITIONS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend over the first `length` gathered positions, as `ref.sparse_decode_attention` does."""
-    *lead, num_heads, group, head_dim = query.shape
-    num_positions = k.shape[-2]
-    rows = query.numel() // (group * head_dim)
-    if isinstance(length, int):
-        length = torch.full((rows // num_heads,), length, dtype=torch.int32, device=query.device)
-    num_splits = triton.cdiv(num_positions, SPLIT_POSITIONS)
+    """Attend over the pages of a table, as `ref.sparse_decode_attention` does.
+
+    Args: as there, the pools contiguous, page_size a power of two.
+        split_positions: positions per program; a constant of the caller, or results would depend on its choice.
+    """
+    requests, heads, group, head_dim = query.shape
+    page_size, num_selected, rows = k_pool.shape[1], table.shape[2], requests * heads
+    assert k_pool.is_contiguous() and v_pool.is_contiguous(), (k_pool.stride(), v_pool.stride())
+    num_splits = triton.cdiv(num_selected * page_size, split_positions)
     parts = torch.empty(rows, num_splits, group, head_dim, dtype=torch.float32, device=query.device)
     part_lse = torch.empty(rows, num_splits, group, dtype=torch.float32, device=query.device)
-    out = torch.empty(*lead, num_heads, group, head_dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(*lead, num_heads, group, dtype=torch.float32, device=query.device)
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    precision = dot_precision(query, k_pool, v_pool)
     _split_kernel[(num_splits, rows)](
-        query.contiguous(), k.contiguous(), v.contiguous(), length, parts, part_lse,
-        scale, num_heads, num_positions, num_splits,
-        GROUP=group, GROUP_PAD=padded_group(group), HEAD_DIM=head_dim,
-        SPLIT=SPLIT_POSITIONS, STEP=STEP_POSITIONS, PRECISION=dot_precision(query, k),
+        query.contiguous(), k_pool, v_pool, table.contiguous(), lengths.contiguous(), parts, part_lse,
+        scale, num_selected, num_splits,
+        GROUP=group, GROUP_PAD=padded(group), HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+        SPLIT=split_positions, STEP=STEP_POSITIONS, PRECISION=precision, num_warps=warps_for(precision),
     )  # fmt: skip
     _merge_splits_kernel[(rows, group)](parts, part_lse, out, lse, num_splits, GROUP=group, HEAD_DIM=head_dim)
     return out.to(query.dtype), lse
