@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py --json gpu_check.json     # one CUDA GPU, under five minutes (`make bench-gpu`)
     python benchmarks/gpu_check.py --interpret               # the script itself, tiny, on the CPU
 
-Needs torch and Triton only; FlashInfer is compared and timed where it is installed. Every kernel stands beside its memory
+Needs torch and Triton only; `--flashinfer` adds FlashInfer, which may compile for minutes first. Every kernel stands beside its memory
 floor: the bytes it cannot avoid, divided by the bandwidth of a large copy (over the bus for what lies in host memory). Whole
 steps (score, select, look up, append, attend; everything resident) stand beside full attention over the same context.
 Times are medians of CUDA graph replays with a cold second-level cache.
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ PAGES_PER_CLUSTER = 4
 DIRECTIONS = 32
 WINDOW_MULTIPLE = 2
 FULL_SPLIT = 2048  # positions per program where the kernel attends everything
+MAX_FRAMES = 65536  # pages in host memory
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-3)}  # relative, absolute
 
 
@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument(
         "--interpret", action="store_true", help="tiny sizes through Triton's interpreter; times mean nothing"
     )
+    parser.add_argument("--flashinfer", action="store_true", help="compare and time FlashInfer too")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     if args.interpret:
@@ -53,13 +54,14 @@ def main() -> int:
     started = time.perf_counter()
     torch.manual_seed(0)
     device = torch.device("cpu" if args.interpret else "cuda")
-    checks = check_all(device, tiny=args.interpret)
+    flashinfer = args.flashinfer and device.type == "cuda"
+    checks = check_all(device, tiny=args.interpret, flashinfer=flashinfer)
     shapes = tiny_shapes() if args.interpret else full_shapes()
     bandwidth = {
         "device": copy_bandwidth(device, device),
         "host": copy_bandwidth(torch.device("cpu"), device),
     }
-    rows = [time_shape(device, shape, bandwidth) for shape in shapes]
+    rows = [time_shape(Layer(device, shape), bandwidth, flashinfer=flashinfer) for shape in shapes]
     summary: dict[str, float] = {
         "num_checks": len(checks),
         "num_wrong": sum(not check["ok"] for check in checks),
@@ -113,22 +115,26 @@ def full_shapes() -> list[Shape]:
 
 
 def tiny_shapes() -> list[Shape]:
-    return [Shape(2, 512, 128, 2, 4, 64)]
+    return [Shape(1, 256, 128, 1, 2, 64)]
 
 
 # Checks
 
 
-def check_all(device: torch.device, *, tiny: bool) -> list[dict[str, Any]]:
+def check_all(device: torch.device, *, tiny: bool, flashinfer: bool) -> list[dict[str, Any]]:
     """Compare every kernel with `ref`: group sizes 1, 3, 4, 8, head sizes 64 and 128, both dtypes, odd lengths."""
     cases = [(torch.bfloat16, 3, 3, 64), (torch.bfloat16, 8, 4, 128), (torch.bfloat16, 2, 1, 128)]
     cases += [(torch.float32, 2, 8, 64), (torch.float32, 8, 4, 128)]
+    sizes = [37, 1003]
+    if tiny:
+        cases, sizes = [(torch.bfloat16, 1, 3, 64)], [13]
     checks = []
-    for dtype, heads, group, dim in cases[:1] if tiny else cases:
-        for num_pages in [37] if tiny else [37, 1003]:
-            for name, actual, expected, rounding in compare(device, dtype, heads, group, dim, num_pages):
+    for dtype, heads, group, dim in cases:
+        for num_pages in sizes:
+            case = f"H{heads} G{group} D{dim} pages {num_pages} {str(dtype).removeprefix('torch.')}"
+            compared = compare(device, dtype, heads, group, dim, num_pages, flashinfer=flashinfer)
+            for name, actual, expected, rounding in compared:
                 difference, ok = judge(actual, expected, rounding)
-                case = f"H{heads} G{group} D{dim} pages {num_pages} {str(dtype).removeprefix('torch.')}"
                 checks.append({"kernel": name, "case": case, "max_difference": difference, "ok": ok})
     return checks
 
@@ -137,7 +143,14 @@ Comparison = tuple[str, torch.Tensor, torch.Tensor, torch.dtype | None]
 
 
 def compare(
-    device: torch.device, dtype: torch.dtype, heads: int, group: int, dim: int, num_pages: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    group: int,
+    dim: int,
+    num_pages: int,
+    *,
+    flashinfer: bool,
 ) -> list[Comparison]:
     """Return (kernel, its result, the definition's, dtype that sets the tolerance or None for equality)."""
     from kv_kernels import ref, triton_kernels
@@ -192,15 +205,21 @@ def compare(
     lse = torch.randn(2, heads, group, device=device) * 9
     add("merge_states", dtype, "merge_states", state, lse, query, lse.flip(0))
     rows = means.flatten(0, 1)
-    assignment = add("cluster_assign", None, "cluster_assign", rows, centroids.flatten(0, 1))
+    centres = centroids.flatten(0, 1)
+    assignment = ref.cluster_assign(rows, centres)
+    # which of two centroids at the same distance is a matter of rounding; the distance is not
+    products = rows.float() @ centres.float().mT
+    nearest = triton_kernels.cluster_assign(rows, centres)
+    reached, wanted = (products.gather(2, part[:, :, None]) for part in (nearest, assignment))
+    found.append(("cluster_assign", reached, wanted, f32))
     add("cluster_sums", f32, "cluster_sums", rows, assignment, num_pages // 4)
-    if device.type == "cuda" and dtype == torch.bfloat16 and find_spec("flashinfer") is not None:
-        from kv_kernels import dispatch
+    if flashinfer and dtype == torch.bfloat16:
+        from kv_kernels.flashinfer_decode import FlashInferDecode
 
-        planned = dispatch.decode_attention(PAGE_SIZE, group, dim, dtype, device, scale)
+        planned = FlashInferDecode(PAGE_SIZE, group, dim, dtype, device, scale)
         planned.plan(attended.int().cpu())
-        wanted = ref.sparse_decode_attention(query, k_pool, v_pool, selected, attended, scale)
-        for part, expected in zip(planned.run(query, k_pool, v_pool, selected), wanted, strict=True):
+        defined = ref.sparse_decode_attention(query, k_pool, v_pool, selected, attended, scale)
+        for part, expected in zip(planned.run(query, k_pool, v_pool, selected), defined, strict=True):
             found.append(("flashinfer", part, expected, dtype))
     return found
 
@@ -276,9 +295,10 @@ class Timed:
     graph: bool = True
 
 
-def time_shape(device: torch.device, shape: Shape, bandwidth: dict[str, float]) -> dict[str, Any]:
+def time_shape(layer: Layer, bandwidth: dict[str, float], *, flashinfer: bool) -> dict[str, Any]:
     """Time every kernel, whole steps and full attention for one shape; bandwidth in bytes per microsecond."""
-    calls = Layer(device, shape).calls()
+    device, shape = layer.device, layer.shape
+    calls = layer.calls() | (layer.flashinfer_calls() if flashinfer else {})
     microseconds = {name: microseconds_of(device, timed) for name, timed in calls.items()}
     floors = {name: timed.floor_bytes / bandwidth[timed.memory] for name, timed in calls.items()}
     full = min(us for name, us in microseconds.items() if name.startswith("full "))
@@ -341,8 +361,10 @@ class Layer:
         # a tenth of the selection must come from host memory
         present = self.long(torch.arange(self.selected.numel())).view(self.selected.shape) % 10 > 0
         first = self.long(torch.arange(batch * heads)).view(batch, heads, 1) * pages
-        self.source = (self.selected + first).masked_fill(present, -1)
-        self.k_frames, self.v_frames = (host_memory(pool.cpu(), device) for pool in (self.k, self.v))
+        self.source = ((self.selected + first) % MAX_FRAMES).masked_fill(present, -1)
+        self.k_frames, self.v_frames = (
+            host_memory(pool[:MAX_FRAMES].cpu(), device) for pool in (self.k, self.v)
+        )
         self.stretch = self.means[:, :, : 1024 // PAGE_SIZE].flatten(0, 1).float()
         self.centres = self.stretch[:, ::2].contiguous()
         self.state = triton_kernels.sparse_decode_attention(
@@ -472,30 +494,22 @@ class Layer:
                 ),
                 kv + self.every.nbytes,
             ),
-        } | self.flashinfer_calls(attended, kv)
+        }
 
-    def flashinfer_calls(self, attended: int, kv: int) -> dict[str, Timed]:
-        """Return what FlashInfer does of it, where it is installed."""
-        from kv_kernels import dispatch
+    def flashinfer_calls(self) -> dict[str, Timed]:
+        """Return what FlashInfer does of it; not captured into graphs."""
+        from kv_kernels.flashinfer_decode import FlashInferDecode
 
-        if self.device.type != "cuda" or find_spec("flashinfer") is None:
-            return {}
-
-        def planned(
-            k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
-        ) -> Callable[[], object]:
-            of = self.shape
-            runner = dispatch.decode_attention(
-                PAGE_SIZE, of.group, of.head_dim, torch.bfloat16, self.device, self.scale
-            )
+        def planned(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> Timed:
+            group, dim = self.shape.group, self.shape.head_dim
+            runner = FlashInferDecode(PAGE_SIZE, group, dim, torch.bfloat16, self.device, self.scale)
             runner.plan(lengths.cpu())
-            return lambda: runner.run(self.query, k, v, table)
+            attended = int(lengths.sum()) * 2 * dim * 2
+            return Timed(lambda: runner.run(self.query, k, v, table), attended + table.nbytes, graph=False)
 
-        sparse = planned(self.k_window, self.v_window, self.table, self.lengths)
-        full = planned(self.k, self.v, self.every, self.all_lengths)
         return {
-            "attention flashinfer": Timed(sparse, attended, graph=False),
-            "full flashinfer": Timed(full, kv + self.every.nbytes, graph=False),
+            "attention flashinfer": planned(self.k_window, self.v_window, self.table, self.lengths),
+            "full flashinfer": planned(self.k, self.v, self.every, self.all_lengths),
         }
 
 

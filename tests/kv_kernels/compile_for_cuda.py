@@ -1,6 +1,6 @@
 """Compile every Triton kernel for a CUDA architecture, on a machine that need not have one.
 
-    python tests/kv_kernels/compile_for_cuda.py 90
+    python tests/kv_kernels/compile_for_cuda.py 90 bfloat16 float32
 
 Runs the host functions of `triton_kernels` on CPU tensors with a launcher that compiles to machine code instead of
 launching. What the compiler refuses, or what needs more shared memory than a multiprocessor has, is an error here.
@@ -30,8 +30,8 @@ TYPES = {
 }
 
 
-def compile_kernels(capability: int) -> dict[str, int]:
-    """Compile for compute capability `capability`; return kernel name -> times compiled.
+def compile_kernels(capability: int, dtypes: list[torch.dtype]) -> dict[str, int]:
+    """Compile for a compute capability and types of keys; return kernel name -> times compiled.
 
     Raises:
         triton.CompilationError, subprocess.CalledProcessError: a kernel does not compile.
@@ -63,7 +63,7 @@ def compile_kernels(capability: int) -> dict[str, int]:
         compiled[name] = compiled.get(name, 0) + 1
 
     JITFunction.run = launch
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         call_all(dtype, heads=2, group=4, dim=128)
     return compiled
 
@@ -100,5 +100,5 @@ def call_all(dtype: torch.dtype, heads: int, group: int, dim: int) -> None:
 
 
 if __name__ == "__main__":
-    for name, count in compile_kernels(int(sys.argv[1])).items():
+    for name, count in compile_kernels(int(sys.argv[1]), [getattr(torch, t) for t in sys.argv[2:]]).items():
         print(name, count)

@@ -15,7 +15,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "90"],
+        [sys.executable, str(SCRIPT), "90", "bfloat16"],
         check=False, capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
