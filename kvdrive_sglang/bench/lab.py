@@ -91,8 +91,12 @@ class LabModel:
         scale: the attention scale.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Load the weights.
+
+        Args:
+            dtype: of weights and arithmetic. float32 decodes over a bfloat16 model's prefix without the noise of
+                bfloat16, which is as large as what a good selection costs.
 
         Raises:
             ConfigError: the architecture or its RoPE is another one.
@@ -115,14 +119,14 @@ class LabModel:
         self.max_positions: int = config["max_position_embeddings"]
         self._epsilon: float = config["rms_norm_eps"]
         self._theta: float = rope["rope_theta"]
-        self._load(path)
+        self._load(path, dtype)
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, dtype: torch.dtype) -> None:
         from safetensors.torch import load_file
 
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):
-            tensors |= load_file(file)
+            tensors |= {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
         self._embedding = tensors["model.embed_tokens.weight"]
         self._head = tensors.get("lm_head.weight", self._embedding)
         self._norm = tensors["model.norm.weight"]
@@ -170,8 +174,8 @@ class LabModel:
         visible = torch.arange(begin + count) <= torch.arange(begin, begin + count)[:, None]
         for layer, weights in enumerate(self._layers):
             query, key, value = self._project(weights, hidden, cos, sin)
-            key = torch.cat([prefix.keys[layer], key], dim=1)
-            value = torch.cat([prefix.values[layer], value], dim=1)
+            key = torch.cat([prefix.keys[layer].to(key.dtype), key], dim=1)
+            value = torch.cat([prefix.values[layer].to(value.dtype), value], dim=1)
             chosen = None if select is None else select(layer, query, key)
             attended = self._attend(query, key, value, visible, chosen)
             self._finish_layer(weights, hidden, attended)
