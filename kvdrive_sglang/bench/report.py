@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -28,11 +28,13 @@ class BenchResult:
         bench: the benchmark's name.
         rows: one flat dict per measured case; the keys, in order of first appearance, are the columns.
         summary: the figures that are compared between runs, with the unit last in each name.
+        details: what the rows were made from, one flat dict each, for the file alone.
     """
 
     bench: str
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
+    details: list[dict[str, Any]] = field(default_factory=list)
 
 
 def environment() -> dict[str, Any]:
@@ -120,6 +122,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
         "environment": environment(),
         "rows": result.rows,
         "summary": result.summary,
+        **({"details": result.details} if result.details else {}),
     }
 
 

@@ -20,6 +20,7 @@ BENCHES: Final = {
     "decode": "kvdrive_sglang.bench.decode",
     "resume": "kvdrive_sglang.bench.resume",
     "tiers": "kvdrive_sglang.bench.tiers",
+    "fidelity": "kvdrive_sglang.bench.fidelity",
 }
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvdrive_sglang.bench import texts
-from kvdrive_sglang.bench.texts import continued_texts, copy_task, prompts
+from kvdrive_sglang.bench.texts import (
+    calibration_texts,
+    continued_texts,
+    copy_task,
+    prompts,
+    studied_texts,
+)
 
 
 class Words:
@@ -41,3 +47,21 @@ def test_every_text_has_its_continuation() -> None:
     assert set(found) == {"prose", "prose 2", "source", "copy"}
     assert all((len(prompt), len(forced)) == (400, 16) for prompt, forced in found.values())
     assert len({tuple(prompt) for prompt, _ in found.values()}) == 4
+
+
+def test_studied_texts_are_of_three_kinds_and_none_is_a_calibration_text() -> None:
+    words = Words()
+    found = studied_texts(words, 180, 16, num_each=3)
+    assert [text.kind for text in found] == ["prose"] * 3 + ["source"] * 3 + ["copy"] * 3
+    assert all((len(text.prompt), len(text.forced)) == (180, 16) for text in found)
+    assert len({tuple(text.prompt) for text in found}) == 9
+    calibration = calibration_texts(words, 500)
+    assert [len(tokens) for tokens in calibration] == [500, 500]
+    runs = {tuple(tokens[i : i + 50]) for tokens in calibration for i in range(450)}
+    for text in found:
+        assert not any(tuple(text.prompt[i : i + 50]) in runs for i in range(130))
+
+
+def test_studied_texts_beyond_the_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match="ask for less"):
+        studied_texts(Words(), 1_000_000, 16, num_each=3)
