@@ -50,6 +50,8 @@ class ControlServer:
             "fingerprint": pool.store.spans.identity.fingerprint.hex(),
             "budget_tokens": pool.config.budget_tokens,
             "append": pool.config.append,
+            "eviction": pool.config.eviction,
+            "window_profile": pool.config.window_profile,
         }
         self._operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "info": lambda _: self._info,
@@ -134,4 +136,16 @@ class ControlServer:
             "seal_errors": spans.num_seal_errors,
             "bytes_written": spans.bytes_written,
         }
-        return {"counters": counters, "gauges": self.pool.store.gauges()}
+        return {"counters": counters, "gauges": self.pool.store.gauges(), "windows": self._windows()}
+
+    def _windows(self) -> dict[str, Any] | None:
+        """Return slots, hits, misses and fetched bytes, each [layer][kv_head]; requests add theirs after every step."""
+        windows = self.pool.store.windows
+        if windows is None:
+            return None
+        return {
+            "slots": windows.num_slots.tolist(),
+            "hits": windows.total_hits.tolist(),
+            "misses": windows.total_misses.tolist(),
+            "fetched_bytes": (windows.total_misses * self.pool.geometry.page_head_bytes).tolist(),
+        }
