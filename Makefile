@@ -3,7 +3,7 @@
 #   make demo    the whole path on a real model: ingest, ask, fork, suspend, kill, resume
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
-#   make bench   exactness, decode and resume, as tables and as JSON in bench-results/
+#   make bench   exactness, decode, resume and cache, as tables and as JSON in bench-results/
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
 #   make clean   remove what was built            make distclean   and the environment and model too
 
@@ -40,7 +40,7 @@ check: $(READY)
 
 bench: $(READY)
 	mkdir -p bench-results
-	for name in exactness decode resume; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
+	for name in exactness decode resume cache; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
 
 # Stubs keep the package path kv_services/v1; the schema's own package is kvdrive.session.v1.
 proto: $(READY)

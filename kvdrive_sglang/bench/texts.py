@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import doctest
 import inspect
 import pydoc_data.topics
 import tarfile
+import typing
+import unittest.mock
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -83,6 +87,52 @@ def continued_texts(
         "copy": copy_task(reference[2 * length : 3 * length], prompt_tokens),
     }
     return {name: (tokens[:prompt_tokens], tokens[prompt_tokens:length]) for name, tokens in texts.items()}
+
+
+@dataclass(frozen=True)
+class StudiedText:
+    """A text with its true continuation; ``kind`` is "prose", "source" or "copy"."""
+
+    kind: str
+    name: str
+    prompt: list[int]
+    forced: list[int]
+
+
+def studied_texts(
+    tokenizer: Tokenizer, prompt_tokens: int, forced_tokens: int, num_each: int
+) -> list[StudiedText]:
+    """Return ``num_each`` texts of each kind, none overlapping another; every third copy is of source code.
+
+    Raises:
+        ValueError: the texts hold fewer tokens than asked for.
+    """
+    length = prompt_tokens + forced_tokens
+    num_copies_of_source = num_each // 3
+    prose = _cut(tokenizer, reference_text(), length, 2 * num_each - num_copies_of_source)
+    source = _cut(tokenizer, source_text(), length, num_each + num_copies_of_source)
+    copies = [copy_task(tokens, prompt_tokens) for tokens in prose[num_each:] + source[num_each:]]
+    kinds = {"prose": prose[:num_each], "source": source[:num_each], "copy": copies}
+    return [
+        StudiedText(kind, f"{kind} {number}", tokens[:prompt_tokens], tokens[prompt_tokens:])
+        for kind, texts in kinds.items()
+        for number, tokens in enumerate(texts, 1)
+    ]
+
+
+def calibration_texts(tokenizer: Tokenizer, num_tokens: int) -> list[list[int]]:
+    """Return texts of ``num_tokens`` that no study uses: the end of the language reference, and other sources."""
+    prose = tokenizer.encode(reference_text()[-8 * num_tokens :])[-num_tokens:]
+    modules = "".join(inspect.getsource(module) for module in (typing, unittest.mock, doctest))
+    return [prose, tokenizer.encode(modules[: 8 * num_tokens])[:num_tokens]]
+
+
+def _cut(tokenizer: Tokenizer, text: str, length: int, count: int) -> list[list[int]]:
+    """Cut a text's beginning into ``count`` pieces of ``length`` tokens."""
+    tokens = tokenizer.encode(text[: 8 * length * count])
+    if len(tokens) < length * count:
+        raise ValueError(f"a text holds {len(tokens)} tokens, {length * count} were asked for: ask for less")
+    return [tokens[begin : begin + length] for begin in range(0, length * count, length)]
 
 
 def copy_task(tokens: Sequence[int], prompt_tokens: int) -> list[int]:

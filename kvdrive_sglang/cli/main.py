@@ -11,7 +11,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kv_tier.meta.errors import KVDriveError
-from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command
+from kvdrive_sglang.cli import bench_command, demo, doctor, engine_command, profile_command
 
 CLIENT_PACKAGES = ("grpc", "google", "kv_services")
 
@@ -47,6 +47,7 @@ def build_app() -> typer.Typer:
             f"session, chat and serve need the extra `service` or `client` ({error.name} is missing)."
         )
     bench_command.register(app)
+    profile_command.register(app)
     doctor.register(app)
     return app
 
