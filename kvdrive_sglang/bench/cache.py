@@ -252,7 +252,7 @@ def stage_times(model: LabModel, decoded: Decoded, case: Case, num_steps: int = 
     rows = np.array([caches.lend().row])
     frames = [keys[:, : num_pages * size].reshape(heads * num_pages, -1) for keys in decoded.keys]
     means = [page_means(f.view(heads, num_pages, size, dim)).float() for f in frames]
-    coarse = [Centroids(m, geometry, case.pages_per_centroid) for m in means]
+    coarse = [Centroids(m, decoded.prompt // size, geometry, case.pages_per_centroid) for m in means]
     mask = torch.zeros(1, 1, 1, budget.pages * size, dtype=geometry.dtype)
     spent = np.zeros(5)
     num_steps = min(num_steps, num_pages * size - decoded.prompt)
@@ -291,9 +291,11 @@ def stage_times(model: LabModel, decoded: Decoded, case: Case, num_steps: int = 
 class Centroids:
     """The paper's two levels for one layer: clusters of the closed stretches pick twice the budget, page means rank."""
 
-    def __init__(self, means: torch.Tensor, geometry: Geometry, pages_per_centroid: int) -> None:
-        """Cluster ``means`` ([kv_head, page, head_dim] float32), stretch by stretch."""
-        heads, num_pages, dim = means.shape
+    def __init__(
+        self, means: torch.Tensor, num_pages: int, geometry: Geometry, pages_per_centroid: int
+    ) -> None:
+        """Cluster ``means`` ([kv_head, page, head_dim] float32), the closed stretches of the first ``num_pages``."""
+        heads, _, dim = means.shape
         per_stretch = geometry.pages_per_stretch
         self.means = means
         self.num_closed = num_pages // per_stretch * per_stretch

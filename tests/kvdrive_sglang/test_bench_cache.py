@@ -207,5 +207,5 @@ def test_every_page_its_own_centroid_selects_as_page_means(decoded: Decoded) -> 
     ]  # of a group, each member's softmax has another sum over fewer pages
     local = budget.first_local_page(1112)
     wanted = score_pages(query, means[:, :138], 139, local, budget, 0.25)
-    got = cache.Centroids(means, geometry, 1).score(query, 139, local, budget, 0.25)
+    got = cache.Centroids(means, 137, geometry, 1).score(query, 139, local, budget, 0.25)
     assert torch.equal(select_pages(got, budget), select_pages(wanted, budget))

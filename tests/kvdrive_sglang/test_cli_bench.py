@@ -61,7 +61,7 @@ def test_rows_of_a_figure_are_a_table_of_their_own() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     ended = kvdrive("speed")
     assert ended.exit_code == 2
-    assert "exactness, decode, resume, cache" in ended.stderr
+    assert "exactness, decode, resume, tiers, cache" in ended.stderr
 
 
 def test_a_result_file_that_cannot_be_written_is_refused_first(tmp_path: Path, toy: SimpleNamespace) -> None:
@@ -89,7 +89,7 @@ def test_a_summary_key_that_is_missing_is_our_fault(toy: SimpleNamespace) -> Non
 def test_every_registered_benchmark_is_found() -> None:
     names = {name: module for name, module in bench_command.BENCHES.items() if name != "toy"}
     assert names == {
-        name: f"kvdrive_sglang.bench.{name}" for name in ("exactness", "decode", "resume", "cache")
+        name: f"kvdrive_sglang.bench.{name}" for name in ("exactness", "decode", "resume", "tiers", "cache")
     }
 
 
