@@ -4,7 +4,7 @@
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
 #   make soak    kill a writer 200 times, reopen, check (minutes); SOAK="--rounds N --seed N"
-#   make bench   exactness, decode and resume, as tables and as JSON in bench-results/
+#   make bench   the benchmarks, as tables and as JSON in bench-results/
 #   make bench-gpu   every kernel checked and timed on this machine's GPU (torch and Triton only)
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
 #   make clean   remove what was built            make distclean   and the environment and model too
@@ -47,7 +47,7 @@ check: $(READY)
 
 bench: $(READY)
 	mkdir -p bench-results
-	for name in exactness decode resume; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
+	for name in exactness decode resume tiers fidelity cache; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
 
 bench-gpu: $(READY)
 	mkdir -p bench-results

@@ -1,6 +1,10 @@
-"""The fetch modes by name; imports nothing, so that configuration stays light."""
+"""The fetch modes and the eviction policies by name; imports nothing, so that configuration stays light."""
 
 from typing import Literal, get_args
 
 FetchMode = Literal["layerwise", "blockwise", "hierarchical", "balanced"]
 FETCH_MODES: tuple[FetchMode, ...] = get_args(FetchMode)
+
+EvictionName = Literal["smoothed", "lookahead", "lru", "lfu"]
+EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
+DEFAULT_EVICTION: EvictionName = "smoothed"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kv_tier.clusters import cluster_pages
+from kv_tier.device_memory import DeviceMemory
 from kv_tier.fetch import Fetcher
 from kv_tier.frames import DUMMY_FRAME, FrameArena
 from kv_tier.geometry import Geometry, bits
@@ -19,13 +20,14 @@ from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.read_engine import ReadPath, aligned_bytes, choose_read_path
 from kv_tier.meta.span_file import SpanFile, SpanParts
-from kv_tier.modes import FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.request import DeviceIndex, RequestState
 from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
 from kv_tier.staging import Staging
 from kv_tier.window import Window, WindowCaches
+from kv_tier.window_profile import WindowProfile
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ class StoreLimits:
         max_pages_per_request: pages of the longest sequence.
         window_multiple: window cache size as a multiple of the budget.
         max_requests: requests that may run at once.
+        num_device_requests: requests whose window caches and indexes the device holds, running or paused; None takes
+            ``max_requests``. With fewer than ``max_requests`` the others wait.
+        eviction: policy of the window caches.
+        window_profile: shares what uniform windows would take among layers and KV heads.
     """
 
     num_pages: int
@@ -51,6 +57,21 @@ class StoreLimits:
     max_pages_per_request: int
     window_multiple: int
     max_requests: int
+    num_device_requests: int | None = None
+    eviction: EvictionName = DEFAULT_EVICTION
+    window_profile: WindowProfile | None = None
+
+    def window_slots(self, geometry: Geometry, budget_pages: int) -> np.ndarray:
+        """Return the pages each window cache of a request holds, [layer, kv_head] int64."""
+        if self.window_profile is not None:
+            return self.window_profile.slots(self.window_multiple)
+        shape = (geometry.num_layers, geometry.num_kv_heads)
+        return np.full(shape, budget_pages * self.window_multiple)
+
+    def device_bytes_per_request(self, geometry: Geometry, budget_pages: int) -> int:
+        """Return the bytes of window caches and index of one request."""
+        slots = self.window_slots(geometry, budget_pages)
+        return DeviceMemory.bytes_per_request(geometry, slots, self.max_pages_per_request, self.eviction)
 
 
 @dataclass
@@ -111,11 +132,15 @@ class TieredStore:
             logger.info("spans are read by %s", read_path.reason)
         self.fetcher = Fetcher(self, read_path, fetch_mode, warm_up=warm_up)
         self._requests: dict[int, RequestState] = {}
-        self.windows: WindowCaches | None = None
+        self.device: DeviceMemory | None = None
         if budget.pages is not None:
-            max_pages = limits.max_pages_per_request
-            self.windows = WindowCaches(geometry, self.window_slots, max_pages, limits.max_requests)
-        self._index_pool: list[DeviceIndex] = []
+            self.device = DeviceMemory(
+                geometry,
+                limits.window_slots(geometry, budget.pages),
+                limits.max_pages_per_request,
+                limits.num_device_requests or limits.max_requests,
+                limits.eviction,
+            )
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -135,28 +160,19 @@ class TieredStore:
     def end_request(self, row: int) -> None:
         """Take back the device memory of a row, if it has any."""
         state = self._requests.pop(row, None)
-        if state is not None and state.window is not None:
-            assert state.index is not None and self.windows is not None
-            self.windows.give_back(state.window)
-            self._index_pool.append(state.index)
+        if state is not None and self.device is not None:
+            self.device.end(state)
 
     @property
-    def window_slots(self) -> np.ndarray:
-        """Return the pages each window cache of a request holds, [layer, kv_head] int64."""
-        assert self.budget.pages is not None
-        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
-        return np.full(shape, self.budget.pages * self.limits.window_multiple)
+    def windows(self) -> WindowCaches | None:
+        return None if self.device is None else self.device.windows
 
     def device_memory(self, state: RequestState) -> tuple[Window, DeviceIndex]:
         """Return the window caches and the index of a request, lent at its first sparse step."""
-        if state.window is None or state.index is None:
-            assert self.windows is not None
-            state.window = self.windows.lend()
-            if self._index_pool:
-                state.index = self._index_pool.pop()
-                state.index.truncate(0)
-            else:
-                state.index = DeviceIndex(self.geometry, self.limits.max_pages_per_request)
+        if state.window is None:
+            assert self.device is not None
+            self.device.lend(state)
+        assert state.window is not None and state.index is not None
         return state.window, state.index
 
     def fail(self, states: Sequence[RequestState], reason: str) -> None:
@@ -205,6 +221,8 @@ class TieredStore:
         self.release_pages(np.arange(1, self.limits.num_pages))
         for row in list(self._requests):
             self.end_request(row)
+        if self.device is not None:
+            self.device.clear()
 
     def prepare_pages(self, pages: np.ndarray, owners: dict[int, RequestState]) -> None:
         """Give a frame to every page that is about to be written; a page that finds none fails its request."""
@@ -441,7 +459,6 @@ class TieredStore:
 
     def gauges(self) -> dict[str, int]:
         geometry = self.geometry
-        device = 0 if self.windows is None else self.windows.num_lent + len(self._index_pool)
         return {
             "frames_total": self.frames.num_usable,
             "frames_free": self.frames.num_free,
@@ -450,16 +467,21 @@ class TieredStore:
             "dram_bytes": self.frames.num_frames * geometry.page_bytes
             + self.table.num_bytes
             + self.staging.bytes_for(geometry, self.limits.num_pages, self.limits.num_frames),
-            "device_bytes": device * self.device_bytes_per_request() if self.budget.pages is not None else 0,
+            **self._device_gauges(),
             "requests": len(self._requests),
             **self.spans.gauges(),
         }
 
-    def device_bytes_per_request(self) -> int:
-        max_pages = self.limits.max_pages_per_request
-        return WindowCaches.bytes_for(self.geometry, self.window_slots, max_pages) + DeviceIndex.bytes_for(
-            self.geometry, max_pages
-        )
+    def _device_gauges(self) -> dict[str, int]:
+        device = self.device
+        if device is None:
+            return {"device_bytes": 0, "windows_total": 0, "windows_lent": 0, "windows_kept": 0}
+        return {
+            "device_bytes": device.num_held * device.request_bytes,
+            "windows_total": device.num_requests,
+            "windows_lent": device.windows.num_lent - device.num_kept,
+            "windows_kept": device.num_kept,
+        }
 
     def check_integrity(self) -> None:
         """Assert that frames, page table and attachments agree."""

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from kv_kernels import compiled
+from kv_tier.eviction import Shape, bytes_per_page, new_eviction
 from kv_tier.geometry import Geometry
+from kv_tier.modes import DEFAULT_EVICTION, EvictionName
 
 ABSENT = compiled.ABSENT
+_NO_PRIORITY = np.zeros((1, 1, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,14 @@ class WindowCaches:
     Contents never reach a number except as the bytes of a page: what is resident decides only what must be fetched.
     """
 
-    def __init__(self, geometry: Geometry, num_slots: np.ndarray, max_pages: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_slots: np.ndarray,
+        max_pages: int,
+        max_requests: int,
+        eviction: EvictionName = DEFAULT_EVICTION,
+    ) -> None:
         """Plan the memory; it is touched when a request first needs it.
 
         Args:
@@ -50,15 +60,19 @@ class WindowCaches:
         layers, heads = geometry.num_layers, geometry.num_kv_heads
         assert num_slots.shape == (layers, heads), num_slots.shape
         self.num_slots = num_slots.astype(np.int64)
+        self._least_slots = self.num_slots.min(axis=1).tolist()
         self.first_slot = np.zeros((layers, heads + 1), dtype=np.int64)
         np.cumsum(self.num_slots, axis=1, out=self.first_slot[:, 1:])
         totals = self.first_slot[:, -1].tolist()
-        self.k = [torch.zeros(max_requests * n, geometry.page_elements, dtype=geometry.dtype) for n in totals]
-        self.v = [torch.zeros(max_requests * n, geometry.page_elements, dtype=geometry.dtype) for n in totals]
+        # not zeroed, which would touch it: a slot is written whole before it is read
+        self.k = [torch.empty(max_requests * n, geometry.page_elements, dtype=geometry.dtype) for n in totals]
+        self.v = [torch.empty(max_requests * n, geometry.page_elements, dtype=geometry.dtype) for n in totals]
         self.k_tokens = [k.view(-1, geometry.head_dim) for k in self.k]
         self.v_tokens = [v.view(-1, geometry.head_dim) for v in self.v]
         self.slot_of = [np.full((max_requests, heads, max_pages), ABSENT, dtype=np.int32) for _ in totals]
         self.page_of = [np.full((max_requests, n), ABSENT, dtype=np.int32) for n in totals]
+        self.eviction = new_eviction(eviction, Shape(layers, max_requests, heads, max_pages))
+        self._priority = _NO_PRIORITY, np.zeros(1, dtype=np.int64)  # of the last call of admit
         self.hits = np.zeros((layers, max_requests, heads), dtype=np.int64)
         self.misses = np.zeros((layers, max_requests, heads), dtype=np.int64)
         self.total_hits = np.zeros((layers, heads), dtype=np.int64)
@@ -66,10 +80,16 @@ class WindowCaches:
         self._free_rows = list(range(max_requests - 1, -1, -1))
 
     @staticmethod
-    def bytes_for(geometry: Geometry, num_slots: np.ndarray, max_pages: int) -> int:
-        """Return the bytes the window caches of one request take, directories included."""
+    def bytes_for(
+        geometry: Geometry,
+        num_slots: np.ndarray,
+        max_pages: int,
+        eviction: EvictionName = DEFAULT_EVICTION,
+    ) -> int:
+        """Return the bytes the window caches of one request take, with directories and what the policy remembers."""
         pairs = geometry.num_layers * geometry.num_kv_heads
-        return int(num_slots.sum()) * (geometry.page_head_bytes + 4) + 4 * pairs * max_pages
+        per_page = 4 + bytes_per_page(eviction)
+        return int(num_slots.sum()) * (geometry.page_head_bytes + 4) + per_page * pairs * max_pages
 
     def lend(self) -> Window:
         """Return the empty window caches of one request; ``give_back`` ends the loan."""
@@ -78,6 +98,7 @@ class WindowCaches:
             slot_of[window.row] = ABSENT
             page_of[window.row] = ABSENT
         self.hits[:, window.row] = self.misses[:, window.row] = 0
+        self.eviction.forget(window.row)
         return window
 
     def give_back(self, window: Window) -> None:
@@ -90,10 +111,10 @@ class WindowCaches:
     def admit(
         self, layer: int, rows: np.ndarray, selected: np.ndarray, scores: np.ndarray | None
     ) -> tuple[np.ndarray, Misses]:
-        """Find the selected pages; give every absent one a slot: lookahead eviction (paper 5.1).
+        """Find the selected pages; give every absent one a slot.
 
-        The resident page with the lowest score of the *current* step leaves first, empty slots and pages that have no
-        score before all; a page selected now never leaves.
+        The resident page that ``eviction`` gives the lowest priority leaves first, empty slots and pages that have none
+        before all; a page selected now never leaves.
 
         Args:
             rows: [request] int64 rows of ``Window``.
@@ -103,19 +124,49 @@ class WindowCaches:
         Returns:
             (rows of ``k[layer]`` that hold the selected pages [request, kv_head, n] int64, what to fetch into them).
         """
+        if scores is None:
+            self._priority = _NO_PRIORITY, np.zeros_like(rows)
+        else:
+            self._priority = self.eviction.priority(layer, rows, selected, scores)
+        return self._admit(layer, rows, selected, -np.inf, self.hits[layer], self.misses[layer])
+
+    def admit_ahead(self, layer: int, rows: np.ndarray, near: np.ndarray) -> Misses:
+        """Give slots to pages that were nearly selected, after ``admit`` of the same layer and step.
+
+        Only a page that ``eviction`` ranks well above the one that leaves for it gets one.
+
+        Args:
+            rows: [request] int64 rows of ``Window``, as given to ``admit``.
+            near: [request, kv_head, m] int64 ordinals, everything selected now among them.
+
+        Returns:
+            What to fetch before the next step; nothing of it is counted.
+        """
+        unseen = np.zeros_like(self.hits[layer])
+        return self._admit(layer, rows, near, self.eviction.margin, unseen, unseen)[1]
+
+    def _admit(
+        self,
+        layer: int,
+        rows: np.ndarray,
+        selected: np.ndarray,
+        margin: float,
+        hits: np.ndarray,
+        misses: np.ndarray,
+    ) -> tuple[np.ndarray, Misses]:
+        assert selected.shape[2] <= self._least_slots[layer], "more pages than a window cache holds"
         at = np.empty(selected.shape, dtype=np.int64)
         missing = np.empty((4, selected.size), dtype=np.int64)
-        if scores is None:
-            scores = np.zeros((1, 1, 0), dtype=np.float32)
         count = compiled.admit(
             rows,
             selected,
-            scores,
+            *self._priority,
+            margin,
             self.slot_of[layer],
             self.page_of[layer],
             self.first_slot[layer],
-            self.hits[layer],
-            self.misses[layer],
+            hits,
+            misses,
             at,
             missing,
         )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kv_tier.meta.errors import ConfigError
-from kv_tier.modes import FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
 
 CONFIG_ENV = "KVDRIVE_CONFIG"
 LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
@@ -31,12 +31,14 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         window_multiple: window cache size as a multiple of the budget.
         fetch_mode: how decode reads pages that are on SSD: "balanced", "hierarchical", "blockwise" or "layerwise"
             (docs/decode_step.md); never changes an answer.
+        eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".
+        window_profile: file of `kvdrive profile`; what uniform windows would take is shared among layers and KV heads.
         num_sink_tokens, local_window_tokens: always attended, inside the budget.
         stretch_tokens: positions per stretch (clustering, spans).
         append: "exact", "sparse" or "auto": how new tokens after a prefix attend.
         append_sparse_max_tokens, append_exact_max_prefix_tokens: the token counts "auto" and "sparse" decide by.
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
-        device_bytes: window caches and indexes of the running requests.
+        device_bytes: window caches and indexes of requests, running or paused; who finds none waits.
         dram_bytes: frames, page means, tables and read buffers.
         ssd_bytes: span files and quarantined ones; never more, the file being written included.
         ssd_high_watermark, ssd_low_watermark: fractions of ssd_bytes; a write that passes the high one first evicts spans that
@@ -54,6 +56,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     budget_tokens: Positive | Literal["all"] = 1024
     window_multiple: Positive = 2
     fetch_mode: FetchMode = "balanced"
+    eviction: EvictionName = DEFAULT_EVICTION
+    window_profile: str | None = None
     num_sink_tokens: NotNegative = 4
     local_window_tokens: Positive = 64
     stretch_tokens: Positive = 1024
@@ -89,6 +93,12 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.ssd_low_watermark > self.ssd_high_watermark:
             raise ConfigError(
                 f"ssd_low_watermark={self.ssd_low_watermark} is above ssd_high_watermark={self.ssd_high_watermark}: lower it"
+            )
+        if self.window_profile is not None and (self.max_kl is not None or self.budget_tokens == "all"):
+            other = f"max_kl={self.max_kl}" if self.max_kl is not None else "budget_tokens=all"
+            raise ConfigError(
+                f"window_profile={self.window_profile} goes with neither max_kl nor budget_tokens=all, whose window "
+                f"caches have other sizes: drop it or {other}"
             )
 
     def selection_digest(self) -> bytes:

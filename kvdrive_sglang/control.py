@@ -51,6 +51,8 @@ class ControlServer:
             "fingerprint": pool.store.spans.identity.fingerprint.hex(),
             "budget_tokens": pool.config.budget_tokens,
             "append": pool.config.append,
+            "eviction": pool.config.eviction,
+            "window_profile": pool.config.window_profile,
         }
         self._operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "info": lambda _: self._info,
@@ -138,4 +140,16 @@ class ControlServer:
     def _stats(self) -> dict[str, Any]:
         spans = self.pool.store.spans
         counters = asdict(self.pool.store.counters) | spans.counters()
-        return {"counters": counters, "gauges": self.pool.store.gauges()}
+        return {"counters": counters, "gauges": self.pool.store.gauges(), "windows": self._windows()}
+
+    def _windows(self) -> dict[str, Any] | None:
+        """Return slots, hits, misses and fetched bytes, each [layer][kv_head]; requests add theirs after every step."""
+        windows = self.pool.store.windows
+        if windows is None:
+            return None
+        return {
+            "slots": windows.num_slots.tolist(),
+            "hits": windows.total_hits.tolist(),
+            "misses": windows.total_misses.tolist(),
+            "fetched_bytes": (windows.total_misses * self.pool.geometry.page_head_bytes).tolist(),
+        }

@@ -49,6 +49,7 @@ def targets() -> dict[str, Callable[..., Any]]:
         f"{TREE}.match_prefix": match_prefix,
         f"{TREE}.finish_external_linker_loads": finish_loads,
         f"{SCHEDULER}.get_new_batch_prefill": get_new_batch_prefill,
+        f"{SCHEDULER}.get_num_allocatable_reqs": get_num_allocatable_reqs,
         f"{STREAMER}.build_additional_customized_info": build_customized_info,
         f"{CONFIGURATOR}._profile_available_bytes": profile_available_bytes,
         f"{REQUEST_ROWS}.free_rows": free_rows,
@@ -209,6 +210,15 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
 
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     return original(self, running_batch)
+
+
+def get_num_allocatable_reqs(original: Any, self: Any, running_bs: int, *args: Any, **kwargs: Any) -> int:
+    """Let new requests wait while the window caches that ``device_bytes`` holds are all lent to running ones."""
+    count = int(original(self, running_bs, *args, **kwargs))
+    linker = linker_of(self.tree_cache)
+    if linker is None or linker.store.device is None:
+        return count
+    return min(count, linker.store.device.num_requests - running_bs)
 
 
 def profile_available_bytes(original: Any, self: Any, pre_model_load_memory: int) -> int:

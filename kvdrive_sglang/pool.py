@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,8 +19,9 @@ from kv_tier.meta.fingerprint import engine_fingerprint, tokenizer_identity, wei
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpaceLimits, SpanStore, raise_descriptor_limit
 from kv_tier.store import StoreLimits, TieredStore, require_capacity
+from kv_tier.window_profile import load_profile
 from kvdrive_sglang.config import KVDriveConfig, config_of_linker
-from kvdrive_sglang.sizing import frames_for
+from kvdrive_sglang.sizing import device_requests_for, frames_for
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -153,7 +156,21 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
         max_pages_per_request=max_pages,
         window_multiple=config.window_multiple,
         max_requests=max_requests,
+        eviction=config.eviction,
+        window_profile=None
+        if config.window_profile is None or config.budget_tokens == "all"
+        else load_profile(Path(config.window_profile), geometry, config.budget_tokens),
     )
+    if budget.pages is not None:
+        num_sets = device_requests_for(config, limits.device_bytes_per_request(geometry, budget.pages))
+        limits = replace(limits, num_device_requests=num_sets)
+        if num_sets < max_requests:
+            logger.warning(
+                "device_bytes=%d holds window caches and indexes of %d requests, others wait: %d may run",
+                config.device_bytes,
+                num_sets,
+                max_requests,
+            )
     require_capacity(limits, geometry, get_schedule().chunked_prefill_size or 0)
     data_dir = DataDir.open(config.data_dir, role="engine")
     identity = Identity(fingerprint=_fingerprint(config, geometry), selection=config.selection_digest())
@@ -165,13 +182,6 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
             f"data_dir, delete them, or drop strict_data_dir"
         )
     store = TieredStore(geometry, limits, budget, spans, fetch_mode=config.fetch_mode)
-    if budget.pages is not None and store.device_bytes_per_request() * max_requests > config.device_bytes:
-        raise ConfigError(
-            f"device_bytes={config.device_bytes} does not hold the window caches and indexes of {max_requests} "
-            f"requests ({store.device_bytes_per_request()} bytes each): raise device_bytes to "
-            f"{store.device_bytes_per_request() * max_requests}, or lower --max-running-requests, budget_tokens or "
-            f"window_multiple"
-        )
     logger.info(
         "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, data directory %s with %d spans",
         limits.num_frames,

@@ -10,6 +10,7 @@ from kv_tier.staging import Staging
 from kvdrive_sglang.config import KVDriveConfig
 
 LOGICAL_OVER_FRAMES = 4  # what may run or stay in the tree at once, as a multiple of what DRAM holds
+MAX_DEVICE_REQUESTS = 256  # running and paused
 TABLE_BYTES_PER_PAGE = 8 * 6 + 2  # columns of the page table beside the page means
 SPAN_TABLE_BYTES_PER_PAIR = 10  # order, inverse order and cluster (2 each), checksum (4) of an attached page
 
@@ -41,6 +42,21 @@ def frames_for(config: KVDriveConfig, geometry: Geometry, num_pages: int) -> int
             f"the read buffers ({beside} bytes): raise dram_bytes or lower logical_tokens"
         )
     return min(frames, num_pages + 1)
+
+
+def device_requests_for(config: KVDriveConfig, request_bytes: int) -> int:
+    """Return for how many requests ``device_bytes`` holds window caches and an index of ``request_bytes``.
+
+    Raises:
+        ConfigError: for none.
+    """
+    count = config.device_bytes // request_bytes
+    if count == 0:
+        raise ConfigError(
+            f"device_bytes={config.device_bytes} does not hold the window caches and the index of one request: raise "
+            f"device_bytes to {request_bytes}, or lower budget_tokens, window_multiple or --context-length"
+        )
+    return min(count, MAX_DEVICE_REQUESTS)
 
 
 def dram_bytes_for(frames: int, num_pages: int, geometry: Geometry) -> int:

@@ -70,17 +70,19 @@ def topk(scores, chosen):
 
 
 @njit(
-    "int64(int64[::1], int64[:, :, ::1], float32[:, :, ::1], int32[:, :, ::1], int32[:, ::1], int64[::1],"
-    " int64[:, ::1], int64[:, ::1], int64[:, :, ::1], int64[:, ::1])",
+    "int64(int64[::1], int64[:, :, ::1], float32[:, :, ::1], int64[::1], float32, int32[:, :, ::1],"
+    " int32[:, ::1], int64[::1], int64[:, ::1], int64[:, ::1], int64[:, :, ::1], int64[:, ::1])",
     cache=True,
 )
-def admit(rows, selected, scores, slot_of, page_of, first_slot, hits, misses, at, missing):
-    """Find selected pages in the window caches and give absent ones the slot of the lowest value.
+def admit(rows, selected, priority, places, margin, slot_of, page_of, first_slot, hits, misses, at, missing):
+    """Find selected pages in the window caches and give absent ones the slot of the lowest priority.
 
     Args:
-        rows: [request] int64; selected: [request, kv_head, n] int64; scores: [request, kv_head, page] float32, pages
-            beyond it have none; slot_of: [row, kv_head, page] int32; page_of: [row, slot] int32; first_slot:
-            [kv_head + 1] int64, the slots of each head; hits, misses: [row, kv_head] int64, added to.
+        rows: [request] int64; selected: [request, kv_head, n] int64; priority: [place, kv_head, page] float32, pages
+            beyond it have none; places: [request] int64, where in priority a request stands; margin: float32, a page whose
+            priority does not exceed its victim's by so much gets no slot, -inf gives one to all; slot_of: [row, kv_head,
+            page] int32; page_of: [row, slot] int32; first_slot: [kv_head + 1] int64, the slots of each head; hits,
+            misses: [row, kv_head] int64, added to.
         at: [request, kv_head, n] int64, result: row * slots + slot of every selected page.
         missing: [4, request * kv_head * n] int64, result: request, head, page, row * slots + slot of what to fetch.
 
@@ -89,7 +91,7 @@ def admit(rows, selected, scores, slot_of, page_of, first_slot, hits, misses, at
     """
     num_requests, num_heads, n = selected.shape
     total = page_of.shape[1]
-    num_scored = scores.shape[2]
+    num_scored = priority.shape[2]
     count = 0
     value = np.empty(total, dtype=np.float32)
     for r in range(num_requests):
@@ -113,24 +115,96 @@ def admit(rows, selected, scores, slot_of, page_of, first_slot, hits, misses, at
                 for slot in range(first, end):
                     page = page_of[row, slot]
                     scored = page != ABSENT and page < num_scored
-                    value[slot] = scores[r, h, page] if scored else -np.inf
+                    value[slot] = priority[places[r], h, page] if scored else -np.inf
                 for i in range(n):
                     if at[r, h, i] != ABSENT:
                         value[at[r, h, i]] = np.inf
+                kept = begin
                 for m in range(begin, count):
                     victim = first
                     for slot in range(first, end):
                         if value[slot] < value[victim]:
                             victim = slot
+                    page, i = missing[2, m], missing[3, m]
+                    if page < num_scored and priority[places[r], h, page] < value[victim] + margin:
+                        continue
                     value[victim] = np.inf
-                    page = page_of[row, victim]
-                    if page != ABSENT:
-                        slot_of[row, h, page] = ABSENT
-                    page = missing[2, m]
+                    gone = page_of[row, victim]
+                    if gone != ABSENT:
+                        slot_of[row, h, gone] = ABSENT
                     page_of[row, victim] = page
                     slot_of[row, h, page] = victim
-                    at[r, h, missing[3, m]] = victim
-                    missing[3, m] = row * total + victim
+                    at[r, h, i] = victim
+                    missing[0, kept] = r
+                    missing[1, kept] = h
+                    missing[2, kept] = page
+                    missing[3, kept] = row * total + victim
+                    kept += 1
+                count = kept
             for i in range(n):
                 at[r, h, i] += row * total
     return count
+
+
+@njit("void(int64[::1], int64[:, :, ::1], float32[:, :, ::1], int64[::1])", cache=True)
+def mark_used(rows, selected, last, clock):
+    """Count a step in `clock` ([row] int64) and note it in `last` ([row, kv_head, page] float32) for every page that is
+    selected ([request, kv_head, n] int64)."""
+    num_requests, num_heads, n = selected.shape
+    for r in range(num_requests):
+        clock[rows[r]] += 1
+        for h in range(num_heads):
+            for i in range(n):
+                last[rows[r], h, selected[r, h, i]] = clock[rows[r]]
+
+
+@njit("void(int64[::1], int64[:, :, ::1], float32[:, :, ::1])", cache=True)
+def count_used(rows, selected, uses):
+    """Add one to `uses` ([row, kv_head, page] float32) where a page is selected ([request, kv_head, n] int64)."""
+    num_requests, num_heads, n = selected.shape
+    for r in range(num_requests):
+        for h in range(num_heads):
+            for i in range(n):
+                uses[rows[r], h, selected[r, h, i]] += np.float32(1)
+
+
+@njit(
+    "void(int64[::1], int64[:, :, ::1], int32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1],"
+    " float32[::1])",
+    cache=True,
+    fastmath=True,
+)
+def smooth_scores(rows, selected, bits, average, uses, priority, weights):
+    """Rank pages by the average of their log scores over the steps, their left neighbour's, and how often they were used.
+
+    A float's bits, read as an integer, are its logarithm but for a linear piece between powers of two: good enough to
+    rank, and forty times cheaper.
+
+    Args:
+        rows: [request] int64; selected: [request, kv_head, n] int64; bits: [request, kv_head, page] int32, the scores.
+        average, uses: [row, kv_head, page] float32, what is remembered.
+        priority: [request, kv_head, page] float32, result.
+        weights: [6] float32: decay of the average, lowest and highest log score (over the last selected one's),
+            weight of the neighbour, decay of the uses, weight of the uses.
+    """
+    num_requests, num_heads, n = selected.shape
+    num_pages = bits.shape[2]
+    decay, lowest, highest, neighbour, use_decay, use_weight = weights
+    per_bit = np.float32(np.log(2.0) / (1 << 23))
+    new = np.float32(1) - decay
+    for r in range(num_requests):
+        row = rows[r]
+        for h in range(num_heads):
+            border = bits[r, h, selected[r, h, 0]]
+            for i in range(1, n):
+                border = min(border, bits[r, h, selected[r, h, i]])
+            zero = np.float32(border)
+            mean, used, seen, out = average[row, h], uses[row, h], bits[r, h], priority[r, h]
+            for p in range(num_pages):
+                score = (np.float32(seen[p]) - zero) * per_bit
+                score = min(max(score, lowest), highest)
+                mean[p] = decay * mean[p] + new * score
+                used[p] = use_decay * used[p] + np.float32(score >= np.float32(0))
+                out[p] = mean[p] + use_weight * used[p]
+            for p in range(1, num_pages):
+                out[p] += neighbour * mean[p - 1]

@@ -93,14 +93,26 @@ def show_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def rows_table(result: BenchResult) -> Table:
-    """Lay out the rows; columns of numbers are set right."""
-    table = Table(title=f"kvdrive bench {result.bench}")
-    columns = columns_of(result.rows)
-    for column in columns:
-        numeric = all(isinstance(row.get(column), int | float | None) for row in result.rows)
-        table.add_column(column, justify="right" if numeric else "left")
+def rows_tables(result: BenchResult) -> list[Table]:
+    """Lay out the rows, those of each ``figure`` (where rows have one) as a table of their own."""
+    figures: dict[Any, list[dict[str, Any]]] = {}
     for row in result.rows:
+        rest = {column: value for column, value in row.items() if column != "figure"}
+        figures.setdefault(row.get("figure"), []).append(rest)
+    return [
+        _table(f"kvdrive bench {result.bench}" + (f", {figure}" if figure else ""), rows)
+        for figure, rows in figures.items()
+    ]
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Lay out rows; columns of numbers are set right."""
+    table = Table(title=title)
+    columns = columns_of(rows)
+    for column in columns:
+        numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
         table.add_row(*(Text(show(row.get(column))) for column in columns))
     return table
 

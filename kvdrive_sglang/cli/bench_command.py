@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kv_tier.meta.errors import ConfigError
-from kvdrive_sglang.bench.report import BenchResult, rows_table, summary_table, write_json
+from kvdrive_sglang.bench.report import BenchResult, rows_tables, summary_table, write_json
 
 BENCHES: Final = {
     "exactness": "kvdrive_sglang.bench.exactness",
@@ -21,6 +21,7 @@ BENCHES: Final = {
     "resume": "kvdrive_sglang.bench.resume",
     "tiers": "kvdrive_sglang.bench.tiers",
     "fidelity": "kvdrive_sglang.bench.fidelity",
+    "cache": "kvdrive_sglang.bench.cache",
 }
 
 
@@ -44,7 +45,8 @@ def bench(
     console = Console()
     with progress_on(Console(stderr=True)) as step:
         result = run(name, full, step)
-    console.print(rows_table(result))
+    for table in rows_tables(result):
+        console.print(table)
     console.print(summary_table(result))
     if json_path is not None:
         write_json(result, json_path)

@@ -57,7 +57,7 @@ def engine(
     ] = None,
     dram_bytes: Annotated[int | None, typer.Option(help="frames, page means and tables")] = None,
     device_bytes: Annotated[
-        int | None, typer.Option(help="window caches and indexes of running requests")
+        int | None, typer.Option(help="window caches and indexes; requests that find none wait")
     ] = None,
     ssd_bytes: Annotated[int | None, typer.Option(help="span files")] = None,
     window_multiple: Annotated[

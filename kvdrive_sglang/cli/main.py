@@ -18,6 +18,7 @@ from kvdrive_sglang.cli import (
     doctor,
     engine_command,
     fsck_command,
+    profile_command,
 )
 
 CLIENT_PACKAGES = ("grpc", "google", "kv_services")
@@ -55,6 +56,7 @@ def build_app() -> typer.Typer:
         )
     bench_command.register(app)
     calibrate_command.register(app)
+    profile_command.register(app)
     doctor.register(app)
     fsck_command.register(app)
     return app

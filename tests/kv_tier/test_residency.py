@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from kv_tier.modes import FETCH_MODES, FetchMode
+from kv_tier.modes import EVICTIONS, FETCH_MODES, EvictionName, FetchMode
 from kv_tier.steps import AppendRule
+from kv_tier.window_profile import WindowProfile
 from tests.kv_tier.conftest import EngineFactory
 from tests.models.read_paths import READ_PATHS
-from tests.models.synthetic_engine import Session, SyntheticEngine, make_script
+from tests.models.synthetic_engine import GEOMETRY, Session, SyntheticEngine, make_script
 
 SPARSE = AppendRule("sparse", sparse_max_tokens=16)  # chunks of the prompt are longer
 PROMPT, ANSWER, APPEND = 70, 9, 11  # none is a multiple of the page size
@@ -73,6 +75,34 @@ def test_frames_and_window_change_nothing(
     assert (engine.store.counters.pages_spilled > 0) == (num_frames < NUM_PAGES)
 
 
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("num_frames", [NUM_PAGES // 2, NUM_PAGES])
+def test_eviction_changes_nothing(
+    new_engine: EngineFactory,
+    expected: torch.Tensor,
+    budget_pages: int | None,
+    eviction: EvictionName,
+    num_frames: int,
+) -> None:
+    engine = new_engine(budget_pages=budget_pages, num_frames=num_frames, eviction=eviction, append=SPARSE)
+    assert torch.equal(two_turns(engine, seal_and_evict), expected)
+
+
+def test_windows_of_other_sizes_change_nothing(
+    new_engine: EngineFactory, expected: torch.Tensor, budget_pages: int | None
+) -> None:
+    profile = None
+    if budget_pages is not None:
+        misses = np.array([[[4.0, 1.0, 0.5], [4.0, 3.9, 3.8]], [[4.0, 4.0, 4.0], [4.0, 2.0, 0.0]]])
+        multiples = np.array([1.0, 1.5, 3.0])
+        profile = WindowProfile(
+            GEOMETRY, budget_pages * GEOMETRY.page_size, multiples, misses, "smoothed", ()
+        )
+        assert len(np.unique(profile.slots(2))) > 1
+    engine = new_engine(budget_pages=budget_pages, window_profile=profile, append=SPARSE)
+    assert torch.equal(two_turns(engine, seal_and_evict), expected)
+
+
 def seal(engine: SyntheticEngine, session: Session) -> None:
     engine.seal(session)
 
@@ -121,6 +151,26 @@ def test_a_reused_device_memory_changes_nothing(
     engine.generate(other, 5)
     engine.end(other)
     assert torch.equal(two_turns(engine), expected)
+
+
+def test_windows_kept_between_turns_change_nothing(new_engine: EngineFactory) -> None:
+    """A request that goes on from another's pages takes over its window caches, and gives the same numbers."""
+    once = new_engine(budget_pages=6)
+    first = once.start(SCRIPT)
+    once.prefill(first, PROMPT)
+    once.generate(first, ANSWER)
+    alone = once.generate(first, 1)
+    for num_device_requests in (1, 2):
+        engine = new_engine(budget_pages=6, num_device_requests=num_device_requests)
+        session = engine.start(SCRIPT)
+        engine.prefill(session, PROMPT)
+        engine.generate(session, ANSWER)
+        again = engine.carry_on(session)
+        assert torch.equal(engine.generate(again, PROMPT + ANSWER + 1 - again.num_tokens)[:, -1:], alone)
+        device = engine.store.device
+        assert device is not None and device.num_reused == 1
+        assert engine.state(again).figures.window_hits > engine.state(again).figures.window_misses
+        engine.store.check_integrity()
 
 
 def test_appending_sparsely_reads_within_the_budget(new_engine: EngineFactory) -> None:

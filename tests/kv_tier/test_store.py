@@ -152,9 +152,9 @@ def test_a_row_in_another_generation_is_another_request(new_engine: EngineFactor
     assert engine.store.find_request(session.row, session.generation) is None
 
 
-def test_device_memory_is_lent_and_taken_back(new_engine: EngineFactory) -> None:
-    engine = new_engine(budget_pages=6, warm_up=False)
-    per_request = engine.store.device_bytes_per_request()
+def test_device_memory_is_lent_kept_and_never_more(new_engine: EngineFactory) -> None:
+    engine = new_engine(budget_pages=6, num_device_requests=2, warm_up=False)
+    per_request = engine.store.limits.device_bytes_per_request(GEOMETRY, budget_pages=6)
     sessions: list[Session] = []
     for seed in range(2):
         sessions.append(engine.start(make_script(60, seed=seed)))
@@ -163,6 +163,7 @@ def test_device_memory_is_lent_and_taken_back(new_engine: EngineFactory) -> None
     engine.decode(*sessions)
     assert engine.store.gauges()["device_bytes"] == 2 * per_request
     engine.end(sessions[0])
+    assert engine.store.gauges()["windows_kept"] == engine.store.gauges()["windows_lent"] == 1
     again = engine.start(SCRIPT)
     engine.prefill(again, 40)
     engine.generate(again, 1)
@@ -171,8 +172,10 @@ def test_device_memory_is_lent_and_taken_back(new_engine: EngineFactory) -> None
     assert state.window is not None and state.index is not None
     caches = state.window.caches
     tensors, arrays = [*caches.k, *caches.v], [*caches.slot_of, *caches.page_of]
+    for value in vars(caches.eviction).values():
+        arrays.extend(value if isinstance(value, list) else [])
     held = sum(t.nbytes for t in tensors) + sum(a.nbytes for a in arrays)
-    assert per_request == held // 8 + state.index.means.nbytes
+    assert per_request == held // 2 + state.index.means.nbytes
 
 
 def test_gauges_add_up(new_engine: EngineFactory) -> None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_tier.eviction import Eviction
 from kv_tier.geometry import Geometry
+from kv_tier.modes import EVICTIONS, EvictionName
 from kv_tier.window import Misses, Window, WindowCaches
 from tests.models.window_model import WindowModel
 
@@ -30,10 +32,29 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[object]]:
     return budget, slots, draw(st.lists(st.one_of(step, step, drop), max_size=8))
 
 
-def new_window(num_slots: int, requests: int = 1) -> Window:
+class Watched:
+    """Pass a policy's priorities on and remember the last ones, [kv_head, page] of the last request."""
+
+    def __init__(self, policy: Eviction) -> None:
+        self._policy = policy
+        self.margin = policy.margin
+        self.last = np.zeros((HEADS, MAX_PAGES), dtype=np.float32)
+
+    def priority(
+        self, layer: int, rows: np.ndarray, selected: np.ndarray, scores: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        priority, places = self._policy.priority(layer, rows, selected, scores)
+        self.last = priority[places[-1]].copy()
+        return priority, places
+
+    def forget(self, row: int) -> None:
+        self._policy.forget(row)
+
+
+def new_window(num_slots: int, requests: int = 1, eviction: EvictionName = "lookahead") -> Window:
     """Return the caches of one request, in the last of ``requests`` rows."""
     slots = np.full((GEOMETRY.num_layers, HEADS), num_slots)
-    caches = WindowCaches(GEOMETRY, slots, MAX_PAGES, requests)
+    caches = WindowCaches(GEOMETRY, slots, MAX_PAGES, requests, eviction)
     return [caches.lend() for _ in range(requests)][-1]
 
 
@@ -48,12 +69,17 @@ def admit(
 
 
 def admit_and_compare(
-    window: Window, models: list[WindowModel], layer: int, step: list[tuple[list[float], list[int]]]
+    window: Window,
+    watched: Watched,
+    models: list[WindowModel],
+    layer: int,
+    step: list[tuple[list[float], list[int]]],
 ) -> None:
     before = [window.pages(layer, head) for head in range(HEADS)]
     at, misses = admit(window, layer, [pages for _, pages in step], [row for row, _ in step])
     page_of = window.caches.page_of[layer].reshape(-1)
-    for head, (model, (row, pages)) in enumerate(zip(models, step, strict=True)):
+    for head, (model, (_, pages)) in enumerate(zip(models, step, strict=True)):
+        row = watched.last[head].tolist()
         fetched = misses.ordinal[misses.head == head].tolist()
         assert fetched == model.missing(pages)
         left = sorted(set(before[head]) - set(window.pages(layer, head)))
@@ -65,11 +91,13 @@ def admit_and_compare(
         assert page_of[at[head]].tolist() == pages
 
 
-@settings(max_examples=100, deadline=None)
-@given(histories())
-def test_the_cache_follows_the_model(history: tuple[int, int, list[object]]) -> None:
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@settings(max_examples=60, deadline=None)
+@given(history=histories())
+def test_the_cache_follows_the_model(eviction: EvictionName, history: tuple[int, int, list[object]]) -> None:
     _, num_slots, steps = history
-    window = new_window(num_slots, requests=2)
+    window = new_window(num_slots, requests=2, eviction=eviction)
+    watched = window.caches.eviction = Watched(window.caches.eviction)
     models = [WindowModel(num_slots) for _ in range(HEADS)]
     for step in steps:
         if isinstance(step, set):
@@ -79,15 +107,16 @@ def test_the_cache_follows_the_model(history: tuple[int, int, list[object]]) -> 
                 model.drop(sorted(step))
         else:
             assert isinstance(step, list)
-            admit_and_compare(window, models, 1, step)
+            admit_and_compare(window, watched, models, 1, step)
     assert window.pages(0, 0) == []  # the other layer is its own cache
 
 
-def test_a_batch_is_admitted_as_its_requests_alone() -> None:
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_batch_is_admitted_as_its_requests_alone(eviction: EvictionName) -> None:
     chance = random.Random(1)
-    caches = WindowCaches(GEOMETRY, np.array([[3, 5], [4, 6]]), MAX_PAGES, 3)
+    caches = WindowCaches(GEOMETRY, np.array([[3, 5], [4, 6]]), MAX_PAGES, 3, eviction)
     together = [caches.lend() for _ in range(3)]
-    alone = [WindowCaches(GEOMETRY, caches.num_slots, MAX_PAGES, 1).lend() for _ in range(3)]
+    alone = [WindowCaches(GEOMETRY, caches.num_slots, MAX_PAGES, 1, eviction).lend() for _ in range(3)]
     for _ in range(30):
         pages = np.array(
             [[sorted(chance.sample(range(MAX_PAGES), 3)) for _ in range(HEADS)] for _ in range(3)]
@@ -103,6 +132,25 @@ def test_a_batch_is_admitted_as_its_requests_alone() -> None:
             for head in range(HEADS):
                 assert together[i].pages(1, head) == window.pages(1, head)
     assert [w.take_counts() for w in together] == [w.take_counts() for w in alone]
+
+
+def test_near_pages_get_a_slot_only_well_above_who_leaves() -> None:
+    window = new_window(4)
+    caches, rows = window.caches, np.array([window.row])
+    watched = caches.eviction = Watched(caches.eviction)
+    watched.margin = 0.3
+    scores = [[0.9, 0.8, 0.7, 0.1, 0.5, 0.35, 0.0, 0.0, 0.0]] * HEADS
+    admit(window, 0, [[3, 6]] * HEADS, scores)
+    admit(window, 0, [[0, 1]] * HEADS, scores)  # 3 and 6 stay, of priorities .1 and 0
+    ahead = caches.admit_ahead(0, rows, np.array([[[0, 1, 4, 5]] * HEADS]))
+    assert ahead.ordinal.tolist() == [4] * HEADS and ahead.head.tolist() == [
+        0,
+        1,
+    ]  # 4 for 6; 5 is too near to 3
+    assert window.pages(0, 0) == [0, 1, 3, 4]
+    assert caches.page_of[0].reshape(-1)[ahead.at].tolist() == [4, 4]
+    caches.check_integrity()
+    assert window.take_counts() == (0, 8)
 
 
 def test_hits_and_misses_are_counted() -> None:
@@ -148,11 +196,14 @@ def test_a_loan_begins_empty() -> None:
     window.caches.check_integrity()
 
 
+@pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize(("num_slots", "max_pages"), [(2, 12), (7, 3)])
-def test_bytes_are_those_of_the_arrays(num_slots: int, max_pages: int) -> None:
+def test_bytes_are_those_of_the_arrays(num_slots: int, max_pages: int, eviction: EvictionName) -> None:
     slots = np.array([[num_slots, 1], [2, 3]])
-    caches = WindowCaches(GEOMETRY, slots, max_pages, 1)
+    caches = WindowCaches(GEOMETRY, slots, max_pages, 1, eviction)
     tensors, arrays = [*caches.k, *caches.v], [*caches.slot_of, *caches.page_of]
-    assert WindowCaches.bytes_for(GEOMETRY, slots, max_pages) == (
+    for value in vars(caches.eviction).values():
+        arrays.extend(value if isinstance(value, list) else [])
+    assert WindowCaches.bytes_for(GEOMETRY, slots, max_pages, eviction) == (
         sum(t.nbytes for t in tensors) + sum(a.nbytes for a in arrays)
     )

@@ -50,10 +50,18 @@ def test_table_summary_and_json(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["toy.json"]
 
 
+def test_rows_of_a_figure_are_a_table_of_their_own() -> None:
+    rows = [{"figure": "7", "pool": 1.5}, {"figure": "15", "bytes": 3}, {"figure": "7", "pool": 2.0}]
+    tables = report.rows_tables(BenchResult("toy", rows, {}))
+    assert [table.title for table in tables] == ["kvdrive bench toy, 7", "kvdrive bench toy, 15"]
+    assert [[column.header for column in table.columns] for table in tables] == [["pool"], ["bytes"]]
+    assert [table.row_count for table in tables] == [2, 1]
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     ended = kvdrive("speed")
     assert ended.exit_code == 2
-    assert "exactness, decode, resume" in ended.stderr
+    assert "exactness, decode, resume, tiers, cache" in ended.stderr
 
 
 def test_a_result_file_that_cannot_be_written_is_refused_first(tmp_path: Path, toy: SimpleNamespace) -> None:
@@ -81,7 +89,7 @@ def test_a_summary_key_that_is_missing_is_our_fault(toy: SimpleNamespace) -> Non
 def test_every_registered_benchmark_is_found() -> None:
     names = {name: module for name, module in bench_command.BENCHES.items() if name != "toy"}
     assert names == {name: f"kvdrive_sglang.bench.{name}" for name in names}
-    assert set(names) >= {"exactness", "decode", "resume", "tiers", "fidelity"}
+    assert set(names) >= {"exactness", "decode", "resume", "tiers", "fidelity", "cache"}
 
 
 def test_environment_names_machine_and_versions() -> None:

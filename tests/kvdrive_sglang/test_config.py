@@ -26,6 +26,7 @@ def test_defaults_and_round_trip_through_the_linker_flag() -> None:
         ("window_multiple", 0),
         ("num_sink_tokens", -1),
         ("local_window_tokens", 0),
+        ("eviction", "random"),
         ("append", "maybe"),
         ("persist", "never"),
         ("device_bytes", -5),
@@ -69,9 +70,20 @@ def test_another_linker_is_refused() -> None:
         config_of_linker({"linker": "Other"})
 
 
+@pytest.mark.parametrize(
+    "other", [{"budget_tokens": "all"}, {"max_kl": 0.1, "monitor_every": 4}], ids=["all", "max_kl"]
+)
+def test_a_window_profile_goes_with_one_budget_only(other: dict[str, Any]) -> None:
+    assert parse_config({"data_dir": "d", "window_profile": "p.json"}).window_profile == "p.json"
+    with pytest.raises(ConfigError, match=r"window_profile=p\.json"):
+        parse_config({"data_dir": "d", "window_profile": "p.json", **other})
+
+
 def test_selection_digest_follows_what_selects() -> None:
     base = parse_config({"data_dir": "d"})
     assert base.selection_digest() == parse_config({"data_dir": "e", "window_multiple": 3}).selection_digest()
+    windows = {"eviction": "lru", "window_profile": "p.json", "device_bytes": 1}
+    assert base.selection_digest() == parse_config({"data_dir": "d", **windows}).selection_digest()
     for change in (
         {"budget_tokens": 512},
         {"append": "exact"},

@@ -36,6 +36,13 @@ SIGNATURES = {
         "reqs",
     ],
     "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
+    "sglang.srt.managers.scheduler.Scheduler.get_num_allocatable_reqs": [
+        "self",
+        "running_bs",
+        "beam_width",
+        "running_batch",
+        "num_held_rows",
+    ],
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": [
         "self",
         "pre_model_load_memory",

@@ -8,7 +8,13 @@ from kv_tier.geometry import Geometry
 from kv_tier.meta.errors import CapacityError, ConfigError
 from kv_tier.store import StoreLimits, require_capacity
 from kvdrive_sglang.config import parse_config
-from kvdrive_sglang.sizing import buffer_bytes, dram_bytes_for, frames_for, logical_pages_for
+from kvdrive_sglang.sizing import (
+    buffer_bytes,
+    device_requests_for,
+    dram_bytes_for,
+    frames_for,
+    logical_pages_for,
+)
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=16)
 
@@ -41,3 +47,11 @@ def test_two_chunks_and_the_decode_tails_must_fit() -> None:
     require_capacity(limits, GEOMETRY, chunk_tokens=136)
     with pytest.raises(CapacityError, match=r"dram_bytes.*--chunked-prefill-size"):
         require_capacity(limits, GEOMETRY, chunk_tokens=160)
+
+
+def test_device_bytes_hold_whole_requests_or_are_refused() -> None:
+    config = parse_config({"data_dir": "d", "device_bytes": 1000})
+    assert device_requests_for(config, 300) == 3
+    assert device_requests_for(config, 1) == 256
+    with pytest.raises(ConfigError, match=r"device_bytes=1000 .* raise device_bytes to 1001"):
+        device_requests_for(config, 1001)

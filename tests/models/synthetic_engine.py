@@ -15,12 +15,13 @@ import torch
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.page_keys import page_keys
-from kv_tier.modes import FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kv_tier.store import StoreLimits, TieredStore
+from kv_tier.window_profile import WindowProfile
 from tests.models.read_paths import make_read_path
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, stretch_tokens=32)
@@ -100,6 +101,9 @@ class SyntheticEngine:
         num_pages: int = 256,
         max_pages: int = 64,
         window_multiple: int = 2,
+        num_device_requests: int = 8,
+        eviction: EvictionName = DEFAULT_EVICTION,
+        window_profile: WindowProfile | None = None,
         append: AppendRule | None = None,
         ssd_bytes: int = 1 << 30,
         identity: Identity = IDENTITY,
@@ -112,7 +116,16 @@ class SyntheticEngine:
         self.scale = geometry.head_dim**-0.5
         self.data_dir = DataDir.open(path, role="engine")
         self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes)
-        limits = StoreLimits(num_pages, num_frames + 1, max_pages, window_multiple, max_requests=8)
+        limits = StoreLimits(
+            num_pages,
+            num_frames + 1,
+            max_pages,
+            window_multiple,
+            max_requests=8,
+            num_device_requests=num_device_requests,
+            eviction=eviction,
+            window_profile=window_profile,
+        )
         budget = Budget(budget_pages, 4, 8, geometry.page_size)
         self.store = TieredStore(
             geometry,
@@ -187,6 +200,16 @@ class SyntheticEngine:
         self._free_pages.extend(session.pages)
         self._free_rows.append(session.row)
         self.sessions.remove(session)
+
+    def carry_on(self, session: Session) -> Session:
+        """Begin a request with the full pages of one that ends, as SGLang's tree hands them on between turns."""
+        num_full = session.num_tokens // self.geometry.page_size
+        tail, pages = session.pages[num_full:], session.pages[:num_full]
+        session.pages = tail
+        self.end(session)
+        again = self.start(session.script)
+        again.pages, again.num_tokens = pages, num_full * self.geometry.page_size
+        return again
 
     # ---- steps ----------------------------------------------------------------------------------------------
 
