@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.errors import CorruptExtentError
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.spans import Identity, SealJob, SpanStore
+from tests.kv_tier.meta.span_samples import read_pages
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=1, head_dim=2, page_size=2, stretch_tokens=8)
 IDENTITY = Identity(fingerprint=b"f" * 32, selection=b"s" * 32)
@@ -77,7 +79,9 @@ def read(span: SpanFile, ordinal: int) -> Raw:
     page = np.empty((g.num_layers, g.num_kv_heads, 1, 2, g.page_size, g.head_dim), np.uint16)
     for layer in range(g.num_layers):
         for head in range(g.num_kv_heads):
-            span.read_pages(layer, head, [ordinal], page[layer, head])
+            page[layer, head], lost = read_pages(span, layer, head, [ordinal])
+            if lost:
+                raise CorruptExtentError(f"{span.path}: page {ordinal} is lost", lost)
     return page[:, :, 0]
 
 
