@@ -3,8 +3,8 @@
 A direction is a constant of the model, of one (layer, KV head). Logits live in the space in which the queries are white:
 with S the square root of the query covariance and E the leading eigenvectors of S Ck S, a key becomes k S E and a query
 q S^-1 E. The quantiser's step of a direction is a constant too, and is folded into both maps, so that a sketch holds
-codes and nothing else: 32 directions take 16 bytes a key. Steps of 0.4 standard deviations of their direction lose almost
-what scales per page and direction lose, which would add half of the bytes again (benchmarks/NOTES.md).
+codes and nothing else: 32 directions take 16 bytes a key. Scales per page and direction would add half of that again; in a
+first trial by attention mass, constant steps of 0.4 standard deviations came close to them (benchmarks/NOTES.md).
 
 Packed layout, uint8 [..., entry, direction / 2]: byte j holds direction j in its low nibble and direction j + direction / 2
 in its high nibble. A code c in 0..15 stands for the coordinate c - 7.5 steps from the calibration's mean key; the 7.5 and
