@@ -210,7 +210,10 @@ def test_window_admit_chooses_what_the_cpu_chooses() -> None:
         counts = np.zeros((3, 3), dtype=np.int64), np.zeros((3, 3), dtype=np.int64)
         priority = scores.contiguous().numpy()
         directory = [t.numpy() for t in expected]
-        count = compiled.admit(rows.numpy(), selected.numpy(), priority, *directory, *counts, at, missing)
+        places, margin = np.arange(len(rows)), np.float32(-np.inf)
+        count = compiled.admit(
+            rows.numpy(), selected.numpy(), priority, places, margin, *directory, *counts, at, missing
+        )
         slow_at, slow_missing = ref.window_admit(rows, selected, scores, *slow)
         assert torch.equal(slow_at, torch.from_numpy(at))
         assert torch.equal(slow_at[slow_missing], torch.from_numpy(missing[3, :count]))
