@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kv_kernels import dispatch
 from kv_tier.frames import DUMMY_FRAME
 from kv_tier.meta.read_engine import Ints, ReadPath
 from kv_tier.meta.span_batch import GAP_BYTES, PageBatch, Pages, Wants
@@ -202,7 +203,8 @@ class Fetcher:
             store.counters.bytes_read += done.bytes_read
             store.counters.reads += done.num_reads
             into, halves = torch.from_numpy(done.rows), self._halves(done)
-            k[into], v[into] = halves[:, 0], halves[:, 1]
+            k.index_copy_(0, into, halves[:, 0])
+            v.index_copy_(0, into, halves[:, 1])
             for gone in done.lost:
                 lost[gone.rows[gone.rows >= 0]] = True
                 store.lose(gone.span, gone.ordinals.tolist(), gone.error)
@@ -251,7 +253,7 @@ class Fetcher:
     def look_ahead(
         self, layer: int, states: Sequence[RequestState], selected: torch.Tensor, scores: torch.Tensor
     ) -> None:
-        """Begin to read the near-critical pages, ranks K to M, that are on SSD alone.
+        """Begin to read the near-critical pages, ranks K to M, that are on SSD alone (ranks up to K are in the window).
 
         Args:
             selected: [request, kv_head, K]; scores: [request, kv_head, page].
@@ -263,7 +265,7 @@ class Fetcher:
         slot_of = self.windows.slot_of[layer]
         for state, row in zip(states, scores, strict=True):
             assert state.window is not None
-            ranks = torch.topk(row, min(last, state.num_pages), dim=1).indices[:, critical:].numpy()
+            ranks = dispatch.topk_pages(row, min(last, state.num_pages)).numpy()
             heads, places = (slot_of[state.window.row][self._heads, ranks] == ABSENT).nonzero()
             if len(heads):
                 self.prefetch(layer, heads, state.pages.numpy()[ranks[heads, places]])
