@@ -110,7 +110,7 @@ class TieredStore:
         budget: Budget,
         spans: SpanStore,
         *,
-        fetch_mode: FetchMode = "balanced",
+        fetch_mode: FetchMode = "blockwise",
         read_path: ReadPath | None = None,
         warm_up: bool = True,
     ) -> None:

@@ -29,7 +29,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         data_dir: directory of spans, control socket and locks; one engine owns it.
         budget_tokens: positions one (layer, KV head) attends per step, or "all" for full attention.
         window_multiple: window cache size as a multiple of the budget.
-        fetch_mode: how decode reads pages that are on SSD: "balanced", "hierarchical", "blockwise" or "layerwise"
+        fetch_mode: how decode reads pages that are on SSD: "blockwise", "hierarchical", "balanced" or "layerwise"
             (docs/decode_step.md); never changes an answer.
         eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".
         window_profile: file of `kvdrive profile`; what uniform windows would take is shared among layers and KV heads.
@@ -55,7 +55,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     data_dir: str
     budget_tokens: Positive | Literal["all"] = 1024
     window_multiple: Positive = 2
-    fetch_mode: FetchMode = "balanced"
+    fetch_mode: FetchMode = "blockwise"
     eviction: EvictionName = DEFAULT_EVICTION
     window_profile: str | None = None
     num_sink_tokens: NotNegative = 4

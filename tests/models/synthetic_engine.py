@@ -107,7 +107,7 @@ class SyntheticEngine:
         append: AppendRule | None = None,
         ssd_bytes: int = 1 << 30,
         identity: Identity = IDENTITY,
-        fetch_mode: FetchMode = "balanced",
+        fetch_mode: FetchMode = "blockwise",
         read_path: str = "best",
         warm_up: bool = True,
     ) -> None:
