@@ -116,6 +116,7 @@ def test_the_work_does_what_its_names_say(recorded: RecordingFileSystem) -> None
     assert len(kinds) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settle", ["engine", "fsck"])
 def test_power_loss_after_every_operation(recorded: RecordingFileSystem, tmp_path: Path, settle: str) -> None:
     for num_ops, loss, image in crash_states(recorded):
