@@ -4,7 +4,7 @@
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
 #   make soak    kill a writer 200 times, reopen, check (minutes); SOAK="--rounds N --seed N"
-#   make bench   the benchmarks, as tables and as JSON in bench-results/
+#   make bench   every benchmark: tables, JSON and report.html in bench-results/
 #   make bench-gpu   every kernel checked and timed on this machine's GPU (torch and Triton only)
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
 #   make clean   remove what was built            make distclean   and the environment and model too
@@ -46,8 +46,7 @@ check: $(READY)
 	$(BIN)/buf lint proto
 
 bench: $(READY)
-	mkdir -p bench-results
-	for name in exactness decode resume tiers fidelity cache; do $(BIN)/kvdrive bench $$name --json bench-results/$$name.json || exit 1; done
+	$(BIN)/kvdrive bench all --json-dir bench-results --html bench-results/report.html
 
 bench-gpu: $(READY)
 	mkdir -p bench-results
@@ -58,10 +57,12 @@ proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Ikv_services/v1=proto/kvdrive/session/v1 \
 		--python_out=services --pyi_out=services --grpc_python_out=services kv_services/v1/session.proto
 
-COMPILE = $(BIN)/uv pip compile --quiet --upgrade --only-binary :all: --no-emit-index-url --no-annotate --no-header \
-	--generate-hashes --python-version 3.11
-
+# `make lock UPGRADE=` keeps every pin that still satisfies pyproject.toml: how a dependency is added.
+UPGRADE ?= --upgrade
 UV_VERSION ?= 0.13.9
+
+COMPILE = $(BIN)/uv pip compile --quiet $(UPGRADE) --only-binary :all: --no-emit-index-url --no-annotate --no-header \
+	--generate-hashes --python-version 3.11
 
 lock: $(READY)
 	$(COMPILE) --python-platform x86_64-manylinux_2_36 --extra dev pyproject.toml -o requirements/dev.txt

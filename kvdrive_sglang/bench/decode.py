@@ -14,7 +14,9 @@ attention (write, select, fetch and attend) inside the scheduler, the median ove
 ms_per_token is the time between two steps over the requests in them: 1000 over tokens per second.
 
 From 16K on (beyond the model's own 8K, its positions stretched) and in the batch, time alone is measured: prefill writes
-its KV without attending.
+its KV without attending. kv_bytes and
+attention_flop are what attention to everything (sparse: to the budget) cannot do without, per layer; the last row is what the
+machine can do.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from kvdrive_sglang.bench import machine
 from kvdrive_sglang.bench.engines import (
     BenchEngine,
     BenchFailed,
@@ -84,6 +87,8 @@ def run(full: bool, progress: Progress) -> BenchResult:
     """Measure; ``full`` takes twice the rounds."""
     model = model_path()
     tokenizer = ModelTokenizer(model)
+    progress("the machine's roofs")
+    roof = machine.roof_row()
     with scratch() as root, ExitStack() as stack:
         engines = {}
         for name, start in STARTS.items():
@@ -103,7 +108,13 @@ def run(full: bool, progress: Progress) -> BenchResult:
             for i in range(BATCH)
         ]
         timing += measure_batch(engines, batch, rounds, progress)
-    return BenchResult(NAME, timing + fidelity, summary_of(timing, fidelity))
+    lengths = {**CONTEXTS, **UNATTENDED, BATCH_CONTEXT: CONTEXTS[LONGEST]}
+    for row in timing:
+        attended = lengths[row["context"]]
+        if row["backend"] == "sparse":
+            attended = min(attended, BUDGET_TOKENS)
+        row.update(machine.attention_work(model, attended))
+    return BenchResult(NAME, [*timing, *fidelity, roof], summary_of(timing, fidelity))
 
 
 def start_sparse(model: Path, root: Path) -> BenchEngine:

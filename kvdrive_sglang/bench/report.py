@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -131,7 +132,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
     """Return the object that `kvdrive bench --json` writes."""
     return {
         "bench": result.bench,
-        "environment": environment(),
+        "environment": {"measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), **environment()},
         "rows": result.rows,
         "summary": result.summary,
         **({"details": result.details} if result.details else {}),
@@ -139,16 +140,25 @@ def as_json(result: BenchResult) -> dict[str, Any]:
 
 
 def write_json(result: BenchResult, path: Path) -> None:
-    """Write the result to ``path``, or not at all: a reader never sees half a file.
+    """Write the result to ``path``, or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_whole(path, json.dumps(as_json(result), indent=2) + "\n", "--json")
+
+
+def write_whole(path: Path, text: str, option: str) -> None:
+    """Write ``text`` to ``path``, which ``option`` named, or nothing: a reader never sees half a file.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(as_json(result), indent=2) + "\n")
+        partial.write_text(text)
         partial.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}: pass another --json") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}: pass another {option}") from error
     finally:
         partial.unlink(missing_ok=True)

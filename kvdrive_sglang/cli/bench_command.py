@@ -1,4 +1,4 @@
-"""`kvdrive bench NAME`: run one benchmark, show its table, write its JSON."""
+"""`kvdrive bench NAME`: run one benchmark, show its table, write its JSON; `kvdrive bench all`: all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kv_tier.meta.errors import ConfigError
 from kvdrive_sglang.bench.report import BenchResult, rows_tables, summary_table, write_json
+from kvdrive_sglang.cli import bench_all
 
 BENCHES: Final = {
     "exactness": "kvdrive_sglang.bench.exactness",
@@ -23,6 +24,8 @@ BENCHES: Final = {
     "fidelity": "kvdrive_sglang.bench.fidelity",
     "cache": "kvdrive_sglang.bench.cache",
 }
+ALL: Final = "all"
+RESULTS: Final = Path("bench-results")
 
 
 def register(app: typer.Typer) -> None:
@@ -31,17 +34,35 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help=f"one of {', '.join(BENCHES)}", show_default=False)],
+    name: Annotated[str, typer.Argument(help=f"one of {', '.join(BENCHES)}, or {ALL}", show_default=False)],
     json_path: Annotated[
         Path | None, typer.Option("--json", help="also write the result to this file")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="more cases; takes longer")] = False,
+    json_dir: Annotated[
+        Path | None, typer.Option(help=f"all: write one JSON per benchmark here  [default: {RESULTS}]")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="all: write a page of figures and plots")] = None,
+    from_dir: Annotated[
+        Path | None, typer.Option("--from", help="all: measure nothing, make the page from JSON files here")
+    ] = None,
 ) -> None:
     """Check the outputs, measure, and show a table; what is compared is timed in one run, alternating."""
+    if name == ALL:
+        if json_path is not None:
+            raise typer.BadParameter(
+                "`bench all` writes a file per benchmark: pass --json-dir", param_hint="--json"
+            )
+        if from_dir is not None and (html is None or json_dir is not None or full):
+            raise typer.BadParameter("goes with --html alone: it measures nothing", param_hint="--from")
+        bench_every(json_dir or RESULTS, full, html, from_dir)
+        return
     if name not in BENCHES:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}", param_hint="NAME")
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}, {ALL}", param_hint="NAME")
+    if json_dir or html or from_dir:
+        raise typer.BadParameter(f"--json-dir, --html and --from belong to `bench {ALL}`", param_hint="NAME")
     if json_path is not None:
-        check_writable(json_path)
+        check_writable(json_path, "--json")
     console = Console()
     with progress_on(Console(stderr=True)) as step:
         result = run(name, full, step)
@@ -50,7 +71,42 @@ def bench(
     console.print(summary_table(result))
     if json_path is not None:
         write_json(result, json_path)
-        console.print(f"written to {json_path}", soft_wrap=True, highlight=False)
+        tell_written(console, json_path)
+
+
+def bench_every(json_dir: Path, full: bool, html: Path | None, from_dir: Path | None) -> None:
+    """Measure everything, or with ``from_dir`` nothing; write the page; end with status 1 if a benchmark failed."""
+    console = Console()
+    if html is not None:
+        check_writable(html, "--html")
+    failures: dict[str, str] = {}
+    if from_dir is None:
+        make_directory(json_dir)
+        failures = bench_all.run_all(BENCHES, json_dir, full=full, console=console)
+    if html is not None:
+        bench_all.write_page(BENCHES, from_dir or json_dir, failures, html)
+        tell_written(console, html)
+    for name, reason in failures.items():
+        console.print(f"{name} failed: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def tell_written(console: Console, path: Path) -> None:
+    console.print(f"written to {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def make_directory(path: Path) -> None:
+    """Make the directory of the results unless it is there.
+
+    Raises:
+        ConfigError: it cannot be made, or no file can be written in it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}: pass another --json-dir") from error
+    check_writable(path / "probe", "--json-dir")
 
 
 def run(name: str, full: bool, progress: Callable[[str], None]) -> BenchResult:
@@ -69,8 +125,8 @@ def run(name: str, full: bool, progress: Callable[[str], None]) -> BenchResult:
     return result
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a result file before minutes are spent on its content.
+def check_writable(path: Path, option: str) -> None:
+    """Refuse a file, named by ``option``, before minutes are spent on its content.
 
     Raises:
         ConfigError: the file cannot be created.
@@ -82,7 +138,7 @@ def check_writable(path: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}: pass another --json") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}: pass another {option}") from error
 
 
 @contextmanager

@@ -46,6 +46,7 @@ def test_table_summary_and_json(tmp_path: Path) -> None:
     assert all(word in ended.stdout for word in ("a[b]", "1.235", "2,000", "7,000", "ratio", "2.5", "yes"))
     written = json.loads(path.read_text())
     assert set(written) == {"bench", "environment", "rows", "summary"}
+    assert written["environment"]["measured"].endswith(" UTC")
     assert (written["bench"], written["rows"], written["summary"]) == ("toy", RESULT.rows, RESULT.summary)
     assert [entry.name for entry in tmp_path.iterdir()] == ["toy.json"]
 
