@@ -45,7 +45,7 @@ def calibrate(
 
     path = ensure_model(cache_dir()) if model_path == PACKAGED else Path(model_path)
     target = out or path / MAPS_FILE
-    check_writable(target)
+    check_writable(target, "--out")
     torch.set_grad_enabled(False)
     model = LabModel(path)
     length = tokens or model.max_positions

@@ -49,7 +49,7 @@ def profile(
     from kvdrive_sglang.bench.locality import decode, profile_windows, score_steps
     from kvdrive_sglang.bench.texts import ModelTokenizer
 
-    check_writable(output)
+    check_writable(output, "FILE")
     path = ensure_model(cache_dir()) if model_path == PACKAGED else Path(model_path)
     model = LabModel(path)
     texts = read_texts(ModelTokenizer(path), text or [], num_steps, model.max_positions)
