@@ -185,7 +185,12 @@ def run(full: bool, progress: Progress) -> BenchResult:
     tokenizer = ModelTokenizer(model_path())
     sizes = sorted({entry for _, entry in MAPS})
     moments = measure(model, calibration_texts(tokenizer, model.max_positions), sizes, progress)
-    maps = {(directions, entry): solve_maps(moments[entry], directions, entry) for directions, entry in MAPS}
+    maps = {
+        (directions, entry): solve_maps(
+            moments[entry], directions, num_positions=model.max_positions, entry_tokens=entry
+        )
+        for directions, entry in MAPS
+    }
     compared = cases(model, maps)
     texts = studied_texts(tokenizer, PROMPT_TOKENS, FORCED_TOKENS, 4 if full else 3)
     outcomes = []
