@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from kv_tier.meta.errors import ConfigError
 from kv_tier.sketch import Moments, mean_moments, moments_of
 from kv_tier.steps import page_means
@@ -73,8 +75,8 @@ def attention_identity(model_path: Path) -> str:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 if name.endswith((".q_proj.weight", ".k_proj.weight")):
-                    content = tensors.get_tensor(name).contiguous().view(-1).untyped_storage()
-                    digests[name] = hashlib.sha256(bytes(content)).hexdigest()
+                    content = tensors.get_tensor(name).view(torch.uint8).numpy()
+                    digests[name] = hashlib.sha256(content.tobytes()).hexdigest()
     if not digests:
         raise ConfigError(
             f"{model_path} holds no safetensors with q_proj and k_proj: the sketch needs a Llama-like model"

@@ -51,11 +51,11 @@ FORCED_TOKENS = 64
 BUDGETS = (256, 512, 1024, 2048)
 SUMMARY_BUDGET = 1024
 BASE = "means 8"
-TWO_LEVEL = "two-level, pages/4"
+TWO_LEVEL = "two-level, pages/2 keep 3x"
 SKETCH = "sketch 32x4, page 8"
 QUARTER = "sketch 32x4 of 4-token means"
 NOISE = "bfloat16 arithmetic, full attention"
-MAPS = ((32, 1), (16, 1), (32, 2), (32, 4))  # directions, tokens per entry
+MAPS = ((32, 1), (16, 1), (32, 2), (32, 4), (64, 8))  # directions, tokens per entry
 TINY = 1e-9  # nats; what rounding may leave of a KL of zero
 
 
@@ -86,7 +86,7 @@ def cases(model: LabModel, maps: dict[tuple[int, int], SketchMaps]) -> list[Case
     geometry = Geometry(model.num_layers, model.num_kv_heads, model.head_dim)
 
     def means(size: int) -> Case:
-        return Case(f"means {size}", size, lambda: [Level(Means(size, scale))], row / size, is_main=True)
+        return Case(f"means {size}", size, lambda: [Level(Means(size, scale))], row / size, is_main=size == 8)
 
     def cluster_bytes(pages: int) -> float:
         return (row / pages + 1) / geometry.page_size  # and one byte of assignment per page
@@ -95,15 +95,19 @@ def cases(model: LabModel, maps: dict[tuple[int, int], SketchMaps]) -> list[Case
         make = lambda: [Level(Clusters(geometry, pages, scale))]  # noqa: E731
         return Case(f"clusters, pages/{pages}", 8, make, cluster_bytes(pages))
 
-    def two_level(pages: int) -> Case:
-        make = lambda: [Level(Clusters(geometry, pages, scale), 2), Level(Means(8, scale))]  # noqa: E731
-        return Case(f"two-level, pages/{pages}", 8, make, cluster_bytes(pages), is_main=pages == 4)
+    def two_level(pages: int, factor: int) -> Case:
+        make = lambda: [Level(Clusters(geometry, pages, scale), factor), Level(Means(8, scale))]  # noqa: E731
+        name = f"two-level, pages/{pages} keep {factor}x"
+        return Case(name, 8, make, cluster_bytes(pages), is_main=name == TWO_LEVEL)
 
     def sketch(name: str, directions: int, entry: int, size: int, is_main: bool = False) -> Case:
         found = maps[directions, entry]
         return Case(
             name, size, lambda: [Level(KeySketch(found, size, scale))], found.entry_bytes / entry, is_main
         )
+
+    def coded() -> Sequence[Level]:
+        return [Level(KeySketch(maps[64, 8], 8, scale), 2), Level(Means(8, scale))]
 
     def pruned() -> Sequence[Level]:
         return [Level(Means(8, scale), 4), Level(KeySketch(maps[32, 1], 8, scale))]
@@ -112,19 +116,17 @@ def cases(model: LabModel, maps: dict[tuple[int, int], SketchMaps]) -> list[Case
         means(4),
         means(8),
         means(16),
-        clusters(2),
-        clusters(4),
-        clusters(8),
-        two_level(2),
-        two_level(4),
-        two_level(8),
+        *(clusters(pages) for pages in (2, 4, 8)),
+        *(two_level(pages, 2) for pages in (2, 4, 8)),
+        two_level(2, 3),
+        Case("two-level, 4-bit means 8 keep 2x", 8, coded, maps[64, 8].entry_bytes / 8),
         sketch(SKETCH, 32, 1, 8, True),
         sketch("sketch 32x4, page 4", 32, 1, 4),
         sketch("sketch 32x4, page 16", 32, 1, 16),
-        sketch("sketch 16x4", 16, 1, 8),
-        sketch("sketch 32x4 of 2-token means", 32, 2, 8, True),
+        sketch("sketch 16x4, page 8", 16, 1, 8),
+        sketch("sketch 32x4 of 2-token means", 32, 2, 8),
         sketch(QUARTER, 32, 4, 8, True),
-        Case("means 8 keep 4x, sketch 32x4 ranks", 8, pruned, row / 8 + maps[32, 1].entry_bytes),
+        Case("means 8 keep 4x, sketch 32x4", 8, pruned, row / 8 + maps[32, 1].entry_bytes),
         Case("Quest bounds 16", 16, lambda: [Level(QuestBounds(16, scale))], 2 * row / 16),
         Case("sinks + local", 8, lambda: [Level(Recent(8))], 0),
         Case("random", 8, lambda: [Level(Chance(8))], 0),
@@ -183,7 +185,12 @@ def run(full: bool, progress: Progress) -> BenchResult:
     tokenizer = ModelTokenizer(model_path())
     sizes = sorted({entry for _, entry in MAPS})
     moments = measure(model, calibration_texts(tokenizer, model.max_positions), sizes, progress)
-    maps = {(directions, entry): solve_maps(moments[entry], directions, entry) for directions, entry in MAPS}
+    maps = {
+        (directions, entry): solve_maps(
+            moments[entry], directions, num_positions=model.max_positions, entry_tokens=entry
+        )
+        for directions, entry in MAPS
+    }
     compared = cases(model, maps)
     texts = studied_texts(tokenizer, PROMPT_TOKENS, FORCED_TOKENS, 4 if full else 3)
     outcomes = []

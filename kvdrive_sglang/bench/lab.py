@@ -196,13 +196,15 @@ class LabModel:
             mask = chosen & visible
             mask[:, torch.arange(count), torch.arange(positions - count, positions)] = True
         bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-        bias = bias.expand(self.num_kv_heads, -1, -1).repeat(1, self.group, 1)
-        folded = query.permute(1, 2, 0, 3).flatten(1, 2)  # [kv_head, group * token, head_dim]
+        shape = (self.num_kv_heads, self.group, positions, self.head_dim)
         out = scaled_dot_product_attention(
-            folded[:, None], key[:, None], value[:, None], attn_mask=bias[:, None], scale=self.scale
+            query.permute(1, 2, 0, 3),
+            key[:, None].expand(shape),
+            value[:, None].expand(shape),
+            attn_mask=bias[:, None],
+            scale=self.scale,
         )
-        shape = (self.num_kv_heads, self.group, count, self.head_dim)
-        return out.view(shape).permute(2, 0, 1, 3).reshape(count, -1)
+        return out.permute(2, 0, 1, 3).reshape(count, -1)
 
     def _project(
         self, weights: LayerWeights, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

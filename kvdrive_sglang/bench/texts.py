@@ -122,9 +122,9 @@ def studied_texts(
 
 def calibration_texts(tokenizer: Tokenizer, num_tokens: int) -> list[list[int]]:
     """Return texts of ``num_tokens`` that no study uses: the end of the language reference, and other sources."""
-    prose = tokenizer.encode(reference_text()[-8 * num_tokens :])[-num_tokens:]
+    prose = tokenizer.encode(reference_text()[-16 * num_tokens :])[-num_tokens:]
     modules = "".join(inspect.getsource(module) for module in (typing, unittest.mock, doctest))
-    return [prose, tokenizer.encode(modules[: 8 * num_tokens])[:num_tokens]]
+    return [prose, tokenizer.encode(modules[: 16 * num_tokens])[:num_tokens]]
 
 
 def _cut(tokenizer: Tokenizer, text: str, length: int, count: int) -> list[list[int]]:

@@ -57,7 +57,7 @@ def calibrate(
     with progress_on(Console(stderr=True)) as step:
         moments = measure(model, texts, (1,), step)[1]
         step("solving")
-        maps = solve_maps(moments, directions)
+        maps = solve_maps(moments, directions, num_positions=min(map(len, texts)))
     save_maps(maps, attention_identity(path), target)
     Console().print(
         f"{target}: {directions} directions of {model.head_dim}, {model.num_layers} layers, "

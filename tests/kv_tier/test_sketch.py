@@ -42,7 +42,7 @@ def test_moments_are_second_moments_of_queries_and_centred_ones_of_keys() -> Non
 
 
 def test_codes_tell_the_logits_of_another_text() -> None:
-    maps = solve_maps(moments(), 8)
+    maps = solve_maps(moments(), 8, num_positions=99)
     queries, keys = sample(1, 300)
     codes = unpack_codes(sketch_build(keys, maps.key_map[0], maps.offset[0])).float()
     wanted = queries[:, :20] @ keys.mT
@@ -52,7 +52,7 @@ def test_codes_tell_the_logits_of_another_text() -> None:
 
 
 def test_codes_do_not_depend_on_how_many_keys_share_a_call() -> None:
-    maps = solve_maps(moments(), 8)
+    maps = solve_maps(moments(), 8, num_positions=99)
     keys = sample(2, 257)[1].bfloat16()
     together = sketch_build(keys, maps.key_map[0], maps.offset[0])
     for begin, end in ((0, 1), (1, 8), (8, 257)):
@@ -61,7 +61,7 @@ def test_codes_do_not_depend_on_how_many_keys_share_a_call() -> None:
 
 
 def test_the_map_of_keys_has_few_bits() -> None:
-    maps = solve_maps(moments(), 8)
+    maps = solve_maps(moments(), 8, num_positions=99)
     assert torch.equal(maps.key_map, maps.key_map.half().float())
     assert (maps.num_directions, maps.entry_bytes) == (8, 4)
 
@@ -69,22 +69,26 @@ def test_the_map_of_keys_has_few_bits() -> None:
 @pytest.mark.parametrize("directions", [0, 7, DIM + 2])
 def test_directions_out_of_range_are_refused(directions: int) -> None:
     with pytest.raises(ConfigError, match="num_directions"):
-        solve_maps(moments(), directions)
+        solve_maps(moments(), directions, num_positions=99)
 
 
 def test_constants_return_from_their_file(tmp_path: Path) -> None:
-    maps = solve_maps(moments(), 6, entry_tokens=2)
+    maps = solve_maps(moments(), 6, num_positions=99, entry_tokens=2)
     save_maps(maps, "weights", tmp_path / "sketch.npz")
     found = load_maps(tmp_path / "sketch.npz", "weights")
     assert torch.equal(found.key_map, maps.key_map)
     assert torch.equal(found.query_map, maps.query_map)
-    assert found.entry_tokens == 2
-    assert found.digest() == maps.digest() != solve_maps(moments(3), 6, entry_tokens=2).digest()
+    assert (found.entry_tokens, found.num_positions) == (2, 99)
+    assert (
+        found.digest()
+        == maps.digest()
+        != solve_maps(moments(3), 6, num_positions=99, entry_tokens=2).digest()
+    )
 
 
 def test_constants_of_other_weights_or_versions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "sketch.npz"
-    save_maps(solve_maps(moments(), 6), "weights", path)
+    save_maps(solve_maps(moments(), 6, num_positions=99), "weights", path)
     with pytest.raises(ConfigError, match="calibrate again"):
         load_maps(path, "others")
     with np.load(path) as file:

@@ -43,7 +43,7 @@ def test_logits_are_those_of_transformers(
     reference: tuple[Path, LlamaForCausalLM], tokens: list[int]
 ) -> None:
     path, theirs = reference
-    model = LabModel(path)
+    model = LabModel(path, torch.float32)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([tokens])).logits[0, PROMPT:]
     got = model.forced(model.prefill(tokens[:PROMPT]), tokens[PROMPT:])
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(
 def test_selecting_everything_is_full_attention_and_the_own_position_is_always_attended(
     reference: tuple[Path, LlamaForCausalLM], tokens: list[int]
 ) -> None:
-    model = LabModel(reference[0])
+    model = LabModel(reference[0], torch.float32)
     prefix = model.prefill(tokens[:PROMPT], keep_queries=True)
     assert [q.shape for q in prefix.queries] == [(PROMPT, 2, 3, 8)] * 3
     full = model.forced(prefix, tokens[PROMPT:])
@@ -70,7 +70,7 @@ def test_selecting_everything_is_full_attention_and_the_own_position_is_always_a
 def test_a_forced_decode_equals_steps_of_one_token(
     reference: tuple[Path, LlamaForCausalLM], tokens: list[int]
 ) -> None:
-    model = LabModel(reference[0])
+    model = LabModel(reference[0], torch.float32)
     prefix = model.prefill(tokens[:PROMPT])
     chosen = positions_of(torch.rand(2, NEW, 7, generator=torch.Generator().manual_seed(2)) < 0.5, 4, 27)
 

@@ -43,7 +43,7 @@ def keys() -> torch.Tensor:
 
 @pytest.fixture
 def maps(queries: torch.Tensor, keys: torch.Tensor) -> SketchMaps:
-    return solve_maps([moments_of(queries.permute(1, 0, 2, 3).flatten(1, 2), keys)], 8)
+    return solve_maps([moments_of(queries.permute(1, 0, 2, 3).flatten(1, 2), keys)], 8, num_positions=PROMPT)
 
 
 def positions(pages: torch.Tensor, num_tokens: int) -> set[int]:

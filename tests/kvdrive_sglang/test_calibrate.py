@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
+import kvdrive_sglang
 from kv_tier.meta.errors import ConfigError
 from kv_tier.sketch import load_maps
 from kvdrive_sglang.bench.lab import LabModel
 from kvdrive_sglang.calibrate import MAPS_FILE, attention_identity, measure
 from kvdrive_sglang.cli.main import build_app
+from kvdrive_sglang.packaged_model import CONTEXT_LENGTH, MODEL_NAME
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 24, 2, 4, 2, 8, 300
 
@@ -81,6 +84,7 @@ def test_the_command_writes_constants_where_the_engine_looks(model_dir: Path, te
     assert done.exit_code == 0, done.output
     maps = load_maps(model_dir / MAPS_FILE, attention_identity(model_dir))
     assert maps.key_map.shape == (LAYERS, KV_HEADS, DIM, 4)
+    assert (maps.entry_tokens, maps.num_positions) == (1, 300)
     assert maps.digest()[:16] in done.output
 
 
@@ -108,3 +112,13 @@ def test_identity_is_that_of_queries_and_keys(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no safetensors"):
         attention_identity(model_dir)
+
+
+def test_the_packaged_models_constants_are_shipped() -> None:
+    file = Path(kvdrive_sglang.__file__).parent / "data" / f"{MODEL_NAME}.npz"
+    with np.load(file) as arrays:
+        weights = arrays["weights"].item()
+    maps = load_maps(file, weights)
+    assert maps.key_map.shape == maps.query_map.shape == (30, 3, 64, 32)
+    assert (maps.entry_tokens, maps.num_positions) == (1, CONTEXT_LENGTH)
+    assert file.stat().st_size < 300_000
