@@ -28,7 +28,9 @@ from kv_kernels.ref.sketch import CODE_CENTRE
 from kv_tier.meta.errors import ConfigError
 
 VERSION: Final = 1
-STEP: Final = 0.4  # of a standard deviation; keys have longer tails than the normal distribution, whose best is 0.335
+STEP: Final = (
+    0.4  # of a standard deviation; keys have longer tails than the normal distribution, whose best is 0.335
+)
 ROUNDING_VARIANCE: Final = 1 / 12  # of codes, in steps
 CODE_LIMIT: Final = 127  # maps are stored as int8
 ARRAYS: Final = ("key_codes", "key_scales", "query_codes", "query_scales", "offset")
