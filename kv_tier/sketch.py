@@ -203,7 +203,7 @@ def load_maps(path: Path, weights: str) -> SketchMaps:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             version, found = file["version"].item(), file["weights"].item()
             sizes: dict[str, Any] = {name: file[name].item() for name in ("entry_tokens", "num_positions")}
-            arrays = {name: torch.from_numpy(file[name]) for name in ARRAYS}
+            arrays: dict[str, Any] = {name: torch.from_numpy(file[name]) for name in ARRAYS}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"cannot read sketch constants from {path}: {error}; run kvdrive calibrate"
