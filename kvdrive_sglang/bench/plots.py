@@ -416,6 +416,7 @@ def cache(rows: Rows) -> Iterator[Plot]:
     hits = [row for row in sized if any(key.startswith("hit_") for key in row)]
     for budget in sorted({row["budget_tokens"] for row in hits}):
         yield from _hit_rates([row for row in hits if row["budget_tokens"] == budget])
+    yield from _bytes_over_lru(hits)
     yield from _bytes_per_step(hits)
     yield from _overlap(having(rows, (), ["budget_tokens", "pool", "overlap"]))
     yield from _two_dimensional(having(sized, positive=["bytes_uniform", "bytes_2d"]))
@@ -460,6 +461,40 @@ def _hit_rates(rows: Rows) -> Iterator[Plot]:
     yield plot(
         f"Hit rate of the window cache, budget {show(rows[0]['budget_tokens'])} tokens",
         f"Lines by eviction policy over the window's size. At x{at:g}: {told}.",
+        paint,
+    )
+
+
+def _bytes_over_lru(rows: Rows) -> Iterator[Plot]:
+    compared = [row for row in having(rows, positive=["bytes_lru"]) if row["window"] > 1]
+    ratios = melted(
+        [
+            {
+                "budget_tokens": "all",
+                "window": row["window"],
+                **{
+                    key: row[key] / row["bytes_lru"]
+                    for key in row
+                    if key.startswith("bytes_") and is_number(row[key])
+                },
+            }
+            for row in compared
+        ],
+        "bytes_",
+    )
+    if not ratios:
+        return
+
+    def paint(axes: Axes) -> None:
+        lines(axes, ratios, "policy", lambda row: row["window"], lambda row: row["value"])
+        window_axis(axes, ratios)
+        axes.set_ylabel("bytes fetched over LRU's")
+
+    at = min((row["window"] for row in ratios), key=lambda window: abs(window - 2))
+    told = "; ".join(f"{row['policy']} {row['value']:.2f}" for row in ratios if row["window"] == at)
+    yield plot(
+        "What a policy fetches, as a share of what LRU fetches",
+        f"Lines by policy over the window's size, means over texts and budgets. At x{at:g}: {told}.",
         paint,
     )
 

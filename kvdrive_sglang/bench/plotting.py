@@ -35,7 +35,7 @@ VARIABLES: Final = {
     **{colour: f"var(--c{i})" for i, colour in enumerate(SERIES, 1)},
 }
 MARKERS: Final = "os^DvPX*"
-MOST_LABELLED_BARS: Final = 10
+MOST_LABELLED_BARS: Final = 8
 OWN_COLOURS: Final = {  # what we made in blue, what it is compared with in grey, whatever else is in the plot
     **dict.fromkeys(("sparse", "pipelined", "resumed_ttft_s", "per layer and head"), SERIES[0]),
     **dict.fromkeys(("torch_native", "sequential", "uniform"), SERIES[6]),

@@ -48,7 +48,7 @@ SHOWN = {  # words that the texts of a benchmark's plots must hold: axes, units,
     "tiers": {"ms per token, logarithmic", "KiB per read, logarithmic", "balanced, cold", "shape"},
     "pipeline": {"batch 4", "sequential", "pipelined", "ms per token of each request"},
 }
-COUNTS = {"exactness": 2, "decode": 7, "resume": 1, "fidelity": 3, "cache": 7, "tiers": 5, "pipeline": 1}
+COUNTS = {"exactness": 2, "decode": 7, "resume": 1, "fidelity": 3, "cache": 8, "tiers": 5, "pipeline": 1}
 STRANGE: list[Any] = [None, "x", True, float("nan"), float("inf"), 0, -1.0, [1], {}, 1e300, 10**400]
 
 
@@ -92,7 +92,8 @@ def test_alt_texts_tell_the_figures() -> None:
     assert "At 32K: torch_native 700 ms; dense 160 ms; sparse 90 ms." in drawn("decode")[0].alt
     assert "11.0 GB/s" in drawn("decode")[3].alt
     assert "re-prefill 9.30 s; resumed from disk 0.44 s" in drawn("resume")[0].alt
-    assert "uniform windows fetch 1.17 times the bytes" in drawn("cache")[4].alt
+    assert "At x2: lru 1.00; lfu 1.05; lookahead 0.92; smoothed 0.86; belady 0.55." in drawn("cache")[2].alt
+    assert "uniform windows fetch 1.17 times the bytes" in drawn("cache")[5].alt
 
 
 @pytest.fixture
