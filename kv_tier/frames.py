@@ -22,7 +22,8 @@ class FrameArena:
         self.num_frames = num_frames
         shape = (geometry.num_kv_heads, num_frames, geometry.page_size, geometry.head_dim)
         whole = (geometry.num_layers, *shape)
-        k, v = (torch.zeros(whole, dtype=geometry.dtype, pin_memory=pin_memory) for _ in range(2))
+        # written once, so that the memory is there: a session that is restored would pay for every page fault
+        k, v = (torch.empty(whole, dtype=geometry.dtype, pin_memory=pin_memory).zero_() for _ in range(2))
         self.k, self.v = list(k), list(v)
         self.k_all, self.v_all = k.view(-1, geometry.page_elements), v.view(-1, geometry.page_elements)
         self.k_rows = [k.view(-1, geometry.page_elements) for k in self.k]

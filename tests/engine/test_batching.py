@@ -115,7 +115,12 @@ def test_retracted_requests_finish(new_engine: Callable[..., Engine], real_token
     engine = new_engine(
         budget_tokens="all",
         logical_tokens=2400,
-        flags={"context_length": 1200, "schedule_conservativeness": 0.1},
+        flags={
+            "context_length": 1200,
+            "chunked_prefill_size": 512,
+            "max_running_requests": 4,
+            "schedule_conservativeness": 0.1,
+        },
     )
     prompts = [real_tokens[i * 500 : i * 500 + 480] for i in range(4)]
     # with ignore_eos SGLang reserves the whole answer and never has to retract
