@@ -95,8 +95,8 @@ def test_long_sessions_survive_kills_and_damage(
     assert engine.generate(logs[0] + turns[0], new=1, salt="another").meta["cached_tokens"] == 0
 
     engine.kill()
-    for number, section in enumerate(SECTIONS):
-        path = first_span(engine, logs[number], number)
+    paths = [first_span(engine, log, number) for number, log in enumerate(logs)]
+    for path, section in zip(paths, SECTIONS, strict=True):
         flip(path, offset_of(path, section))
     engine.start()
     assert engine.counters()["pages_quarantined"] >= NUM_SESSIONS
