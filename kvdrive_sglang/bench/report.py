@@ -139,13 +139,9 @@ def as_json(result: BenchResult) -> dict[str, Any]:
     }
 
 
-def write_json(result: BenchResult, path: Path) -> None:
-    """Write the result to ``path``, or not at all.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_whole(path, json.dumps(as_json(result), indent=2) + "\n", "--json")
+def json_text(result: BenchResult) -> str:
+    """Return what ``--json`` writes."""
+    return json.dumps(as_json(result), indent=2) + "\n"
 
 
 def write_whole(path: Path, text: str, option: str) -> None:

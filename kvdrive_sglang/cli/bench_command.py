@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand
 
 from kv_tier.meta.errors import ConfigError
-from kvdrive_sglang.bench.report import BenchResult, rows_tables, summary_table, write_json
+from kvdrive_sglang.bench.report import BenchResult, json_text, rows_tables, summary_table, write_whole
 from kvdrive_sglang.cli import bench_all
 
 BENCHES: Final = {
@@ -26,17 +27,41 @@ BENCHES: Final = {
 }
 ALL: Final = "all"
 RESULTS: Final = Path("bench-results")
+STDOUT: Final = Path("-")
+
+
+class BenchCommand(TyperCommand):
+    """The command's arguments, where ``--json`` may stand without a file: "-", standard output."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, with_json_file(args))
+        return list(rest)
+
+
+def with_json_file(args: Sequence[str]) -> list[str]:
+    """Return the arguments with "-" after a ``--json`` that no file follows."""
+    complete: list[str] = []
+    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+        complete.append(arg)
+        if arg == "--json" and (following in BENCHES or (following.startswith("-") and following != "-")):
+            complete.append(str(STDOUT))
+    return complete
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the program's."""
-    app.command(name="bench")(bench)
+    app.command(name="bench", cls=BenchCommand)(bench)
 
 
 def bench(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(BENCHES)}, or {ALL}", show_default=False)],
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="also write the result to this file")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="[FILE]",
+            help="write the result as JSON: to this file, or alone to standard output",
+        ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="more cases; takes longer")] = False,
     json_dir: Annotated[
@@ -61,16 +86,18 @@ def bench(
         raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}, {ALL}", param_hint="NAME")
     if json_dir or html or from_dir:
         raise typer.BadParameter(f"--json-dir, --html and --from belong to `bench {ALL}`", param_hint="NAME")
-    if json_path is not None:
+    if json_path not in (None, STDOUT):
         check_writable(json_path, "--json")
-    console = Console()
+    console = Console(stderr=json_path == STDOUT)
     with progress_on(Console(stderr=True)) as step:
         result = run(name, full, step)
     for table in rows_tables(result):
         console.print(table)
     console.print(summary_table(result))
-    if json_path is not None:
-        write_json(result, json_path)
+    if json_path == STDOUT:
+        typer.echo(json_text(result), nl=False)
+    elif json_path is not None:
+        write_whole(json_path, json_text(result), "--json")
         tell_written(console, json_path)
 
 

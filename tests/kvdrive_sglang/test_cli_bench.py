@@ -51,6 +51,16 @@ def test_table_summary_and_json(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["toy.json"]
 
 
+@pytest.mark.parametrize(
+    "arguments", [("toy", "--json"), ("--json", "toy"), ("toy", "--json", "--full"), ("toy", "--json", "-")]
+)
+def test_json_without_a_file_is_standard_output(arguments: tuple[str, ...]) -> None:
+    ended = kvdrive(*arguments)
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(ended.stdout)["summary"] == RESULT.summary
+    assert "ratio" in ended.stderr
+
+
 def test_rows_of_a_figure_are_a_table_of_their_own() -> None:
     rows = [{"figure": "7", "pool": 1.5}, {"figure": "15", "bytes": 3}, {"figure": "7", "pool": 2.0}]
     tables = report.rows_tables(BenchResult("toy", rows, {}))
