@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class LayerStream:
 
     Where frames are free, the bytes stay in them (the pages are resident afterwards); otherwise a tile is staged until
     the next one is asked for. Pages that cannot be read are zeros and are listed in ``lost_pages`` ({logical page}).
+    ``wait_s`` is what ``gather`` waited for reads.
 
     Args:
         tiles: logical pages ([n] int64) of each tile; ``gather`` is called with them in this order, layer after layer.
@@ -72,6 +74,7 @@ class LayerStream:
         table = store.table
         self.lost_pages: set[int] = {int(p) for tile in tiles for p in tile[table.lost[tile]]}
         self.bytes_read = 0
+        self.wait_s = 0.0
         self._tiles = list(tiles)
         self._away = [
             np.unique(t[(table.frames[t] == NOWHERE) & (table.span_of[t] != NOWHERE)]) for t in self._tiles
@@ -145,7 +148,9 @@ class LayerStream:
             self._request(later)
         store = self.store
         for wanted, job in self._jobs.pop(number, []):
+            started_s = time.perf_counter()
             done = job.result()
+            self.wait_s += time.perf_counter() - started_s
             self.bytes_read += done.num_bytes
             store.counters.bytes_read += done.num_bytes
             store.counters.reads += done.num_reads

@@ -1,9 +1,11 @@
-"""The fetch modes and the eviction policies by name; imports nothing, so that configuration stays light."""
+"""Modes and policies by name; imports nothing, so that configuration stays light."""
 
 from typing import Literal, get_args
 
 FetchMode = Literal["layerwise", "blockwise", "hierarchical", "balanced"]
 FETCH_MODES: tuple[FetchMode, ...] = get_args(FetchMode)
+
+RestoreMode = Literal["auto", "always"]
 
 EvictionName = Literal["smoothed", "lookahead", "lru", "lfu"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)

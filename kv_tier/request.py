@@ -14,7 +14,11 @@ from kv_tier.window import Window
 
 @dataclass
 class Figures:
-    """Count what a request's prefix and its steps cost; goes to the client with the usage."""
+    """Count what a request's prefix and its steps cost; goes to the client with the usage.
+
+    ``tokens_recomputed``: SSD had them, computing them again was the faster way. ``restore_s``, ``recompute_s``: what the two
+    ways were expected to take; None where there was no choice, or nothing measured.
+    """
 
     tokens_dram: int = 0
     tokens_ssd: int = 0
@@ -25,6 +29,9 @@ class Figures:
     num_probes: int = 0
     kl_sum: float = 0.0
     budget_raises: int = 0
+    tokens_recomputed: int = 0
+    restore_s: float | None = None
+    recompute_s: float | None = None
 
 
 class DeviceIndex:

@@ -360,11 +360,18 @@ class SpanStore:
 
     def num_restorable(self, keys: Sequence[bytes]) -> int:
         """Return the length of the leading run of ``keys`` that can be restored."""
+        return len(self.restorable(keys))
+
+    def restorable(self, keys: Sequence[bytes]) -> list[tuple[SpanFile, int]]:
+        """Return span and ordinal of the leading run of ``keys`` that can be restored."""
+        places: list[tuple[SpanFile, int]] = []
         with self.lock:
-            for count, key in enumerate(keys):
-                if self.locate(key) is None:
-                    return count
-        return len(keys)
+            for key in keys:
+                place = self.locate(key)
+                if place is None:
+                    break
+                places.append(place)
+        return places
 
     def wait_sealed(self, keys: Sequence[bytes], wait_s: float) -> int:
         """Wait until all of ``keys`` are durable, at most ``wait_s`` seconds; return the leading run that is."""

@@ -6,6 +6,7 @@ slots and before the first layer; ``attend`` is called once per layer, in order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,6 +119,7 @@ class ExtendStep:
     ) -> None:
         self.store = store
         self.rows = rows
+        self.started_s = time.perf_counter()
         geometry, budget = store.geometry, store.budget
         size = geometry.page_size
         for row in rows:
@@ -241,6 +243,15 @@ class ExtendStep:
         if self.rows:
             self.rows[0].state.figures.bytes_read += self.stream.bytes_read
         self.stream.finish()
+        self._observe_costs()
+
+    def _observe_costs(self) -> None:
+        """Learn what prefill and reading cost, from a step that was exact attention alone."""
+        costs, stream = self.store.costs, self.stream
+        costs.observe_read(stream.bytes_read, stream.wait_s)
+        if not any(self.sparse):
+            spans = [(row.prefix_tokens, row.num_tokens - row.prefix_tokens) for row in self.rows]
+            costs.observe_prefill(spans, time.perf_counter() - self.started_s - stream.wait_s)
 
 
 class DecodeStep:

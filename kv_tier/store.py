@@ -23,6 +23,7 @@ from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.request import DeviceIndex, RequestState
+from kv_tier.restore import Costs
 from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
 from kv_tier.staging import Staging
@@ -123,6 +124,7 @@ class TieredStore:
         self.table.frames[0] = DUMMY_FRAME
         self.span_files: dict[int, SpanFile] = {}
         self.counters = Counters()
+        self.costs = Costs()
         self.clock = 0
         self.pinned = np.zeros(limits.num_pages, dtype=bool)
         self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvdrive-layers")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kv_tier.meta.errors import ConfigError
-from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode, RestoreMode
 
 CONFIG_ENV = "KVDRIVE_CONFIG"
 LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
@@ -38,6 +38,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         append: "exact", "sparse" or "auto": how new tokens after a prefix attend.
         append_sparse_max_tokens, append_exact_max_prefix_tokens: the token counts "auto" and "sparse" decide by.
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
+        restore: "auto" computes the pages of a prefix again where that was measured to be faster than reading them, "always"
+            reads them (docs/operations.md).
         device_bytes: window caches and indexes of requests, running or paused; who finds none waits.
         dram_bytes: frames, page means, tables and read buffers.
         ssd_bytes: span files and quarantined ones; never more, the file being written included.
@@ -65,6 +67,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     append_sparse_max_tokens: Positive = 512
     append_exact_max_prefix_tokens: NotNegative = 32768
     persist: Literal["sessions", "all"] = "sessions"
+    restore: RestoreMode = "auto"
     device_bytes: Positive = 2048 * MIB
     dram_bytes: Positive = 2048 * MIB
     ssd_bytes: Positive = 32 * 1024 * MIB

@@ -155,6 +155,7 @@ def finish_loads(original: Any, self: Any, reqs: list[Any]) -> list[Any]:
         state = None if row is None else linker.store.find_request(row, int(generations[row]))
         if state is None:
             continue
+        linker.take_choice(req.rid, state.figures)
         req.kvdrive_figures = state.figures
         if state.failure is not None and req not in failed:
             req.skip_radix_cache_insert = True

@@ -8,10 +8,15 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from kv_tier.request import Figures
+from kv_tier.restore import Choice, choose
 from kvdrive_sglang.control import ControlServer
 from kvdrive_sglang.pool import KVDrivePool
 
 logger = logging.getLogger(__name__)
+
+
+MAX_CHOICES = 4096  # of requests that wait; the oldest may have been aborted
 
 
 class _NothingToWaitFor:
@@ -49,14 +54,30 @@ class KVDriveLinker(UnifiedCacheLinker):
         self.layer_done_counter = _NothingToWaitFor()
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
+        self.choices: dict[
+            str, tuple[Choice, int]
+        ] = {}  # by rid, with the pages it is about, until a step has the request
         self._num_taken = 0
         self._num_started = 0
         self.control = ControlServer(pool)
         self.control.start()
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        keys = [bytes.fromhex(key) for key in transfers[0].keys or ()]
-        return list(range(1, self.store.spans.num_restorable(keys) + 1))
+        places = self.store.spans.restorable([bytes.fromhex(key) for key in transfers[0].keys or ()])
+        if not places:
+            return []
+        choice = choose(self.pool.config.restore, self.store.costs, places, self.pool.geometry)
+        self.choices[rid] = choice, len(places)
+        if len(self.choices) > MAX_CHOICES:
+            del self.choices[next(iter(self.choices))]
+        return list(range(1, len(places) + 1)) if choice.restore else []
+
+    def take_choice(self, rid: str, figures: Figures) -> None:
+        """Write down what ``lookup`` chose for a request, once a step has computed for it."""
+        choice, num_pages = self.choices.pop(rid, (None, 0))
+        if choice is not None:
+            figures.restore_s, figures.recompute_s = choice.restore_s, choice.recompute_s
+            figures.tokens_recomputed = 0 if choice.restore else num_pages * self.page_size
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = transfers[0]

@@ -233,11 +233,12 @@ def _stream(console: Console, answer: Answer) -> None:
         return
     console.print()
     usage = answer.usage
+    again = f" ({usage.recomputed_tokens} sooner than read)" if usage.recomputed_tokens else ""
     console.print(
         Text(
             f"{usage.completion_tokens} tokens in {usage.total_ms / 1e3:.1f} s, first after {usage.ttft_ms:.0f} ms; "
             f"prompt {usage.prompt_tokens}: {usage.restored_device_tokens} device, {usage.restored_dram_tokens} DRAM, "
-            f"{usage.restored_ssd_tokens} SSD, {usage.computed_tokens} computed",
+            f"{usage.restored_ssd_tokens} SSD, {usage.computed_tokens} computed{again}",
             style="dim",
         )
     )

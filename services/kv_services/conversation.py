@@ -57,6 +57,9 @@ class Usage:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     retries: int = 0
+    recomputed_tokens: int = 0
+    restore_estimate_ms: float | None = None
+    recompute_estimate_ms: float | None = None
 
 
 @dataclass

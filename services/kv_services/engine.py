@@ -73,13 +73,16 @@ class SpanUsage:
 
 @dataclass(frozen=True)
 class Restored:
-    """Where the KV of a request's prompt came from, in tokens, and the bytes read from SSD."""
+    """Where the KV of a request's prompt came from; the fields of `Usage` of the same names."""
 
-    device: int = 0
-    dram: int = 0
-    ssd: int = 0
-    computed: int = 0
+    restored_device_tokens: int = 0
+    restored_dram_tokens: int = 0
+    restored_ssd_tokens: int = 0
+    computed_tokens: int = 0
     read_bytes: int = 0
+    recomputed_tokens: int = 0
+    restore_estimate_ms: float | None = None
+    recompute_estimate_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -301,14 +304,22 @@ def _restored(meta: dict[str, Any]) -> Restored:
         figures = figures[-1] if figures else None
     if not figures:
         cached = int(meta.get("cached_tokens", 0))
-        return Restored(device=cached, computed=max(0, int(meta.get("prompt_tokens", 0)) - cached))
+        computed = max(0, int(meta.get("prompt_tokens", 0)) - cached)
+        return Restored(restored_device_tokens=cached, computed_tokens=computed)
     return Restored(
         int(figures["tokens_device"]),
         int(figures["tokens_dram"]),
         int(figures["tokens_ssd"]),
         int(figures["tokens_computed"]),
         int(figures["bytes_read"]),
+        int(figures["tokens_recomputed"]),
+        _milliseconds(figures["restore_s"]),
+        _milliseconds(figures["recompute_s"]),
     )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 def _failure(status: int, message: str) -> Exception:

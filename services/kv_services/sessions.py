@@ -413,16 +413,7 @@ class Sessions:
             except LostPage:
                 continue
             took_ms, restored = (time.monotonic() - started_s) * 1e3, events[-1].restored
-            return Usage(
-                prompt_tokens=len(tokens),
-                restored_device_tokens=restored.device,
-                restored_dram_tokens=restored.dram,
-                restored_ssd_tokens=restored.ssd,
-                computed_tokens=restored.computed,
-                read_bytes=restored.read_bytes,
-                ttft_ms=took_ms,
-                total_ms=took_ms,
-            )
+            return Usage(prompt_tokens=len(tokens), ttft_ms=took_ms, total_ms=took_ms, **vars(restored))
         raise PageLost(
             f"the engine lost pages of {session_id} {MAX_RETRIES + 1} times; check the disk, then repeat"
         )

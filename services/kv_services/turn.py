@@ -159,14 +159,8 @@ class Answer:
         return Delta(text, event.token_ids)
 
     def _count(self, restored: Restored) -> None:
-        self._usage = replace(
-            self._usage,
-            restored_device_tokens=restored.device,
-            restored_dram_tokens=restored.dram,
-            restored_ssd_tokens=restored.ssd,
-            computed_tokens=restored.computed,
-            read_bytes=self._lost_read_bytes + restored.read_bytes,
-        )
+        read_bytes = self._lost_read_bytes + restored.read_bytes
+        self._usage = replace(self._usage, **{**vars(restored), "read_bytes": read_bytes})
 
     def _count_retry(self, error: LostPage) -> None:
         if self._usage.retries >= MAX_RETRIES:

@@ -266,6 +266,9 @@ def _eventer(body: dict[str, Any], script: Script, sent: list[int]) -> Callable[
             "tokens_ssd": 3,
             "tokens_computed": max(0, num_prompt - 6),
             "bytes_read": 10,
+            "tokens_recomputed": 4,
+            "restore_s": 0.25,
+            "recompute_s": None,
         }
         return {
             "text": "",

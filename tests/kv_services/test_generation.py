@@ -57,6 +57,8 @@ async def test_usage_comes_from_the_engine(world: World) -> None:
     usage = answer.usage
     assert (usage.restored_device_tokens, usage.restored_dram_tokens, usage.restored_ssd_tokens) == (1, 2, 3)
     assert (usage.computed_tokens, usage.read_bytes, usage.retries) == (len(HELLO) - 6, 10, 0)
+    assert (usage.recomputed_tokens, usage.restore_estimate_ms) == (4, 250.0)
+    assert not usage.HasField("recompute_estimate_ms")
     assert usage.completion_tokens == 2
     assert 0 < usage.ttft_ms <= usage.total_ms
 

@@ -336,7 +336,7 @@ class Completion(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., turn: _Optional[int] = ..., replayed: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "restored_device_tokens", "restored_dram_tokens", "restored_ssd_tokens", "computed_tokens", "read_bytes", "ttft_ms", "total_ms", "retries")
+    __slots__ = ("prompt_tokens", "completion_tokens", "restored_device_tokens", "restored_dram_tokens", "restored_ssd_tokens", "computed_tokens", "read_bytes", "ttft_ms", "total_ms", "retries", "recomputed_tokens", "restore_estimate_ms", "recompute_estimate_ms")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESTORED_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,9 @@ class Usage(_message.Message):
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_ESTIMATE_MS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_ESTIMATE_MS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     restored_device_tokens: int
@@ -357,7 +360,10 @@ class Usage(_message.Message):
     ttft_ms: float
     total_ms: float
     retries: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., restored_device_tokens: _Optional[int] = ..., restored_dram_tokens: _Optional[int] = ..., restored_ssd_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., retries: _Optional[int] = ...) -> None: ...
+    recomputed_tokens: int
+    restore_estimate_ms: float
+    recompute_estimate_ms: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., restored_device_tokens: _Optional[int] = ..., restored_dram_tokens: _Optional[int] = ..., restored_ssd_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., retries: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., restore_estimate_ms: _Optional[float] = ..., recompute_estimate_ms: _Optional[float] = ...) -> None: ...
 
 class CreateDocumentRequest(_message.Message):
     __slots__ = ("request_id", "text", "tokens", "title", "labels")
