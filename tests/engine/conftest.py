@@ -19,6 +19,9 @@ from kvdrive_sglang.launch import server_arguments
 from kvdrive_sglang.packaged_model import ensure_model
 
 REPO = Path(__file__).resolve().parents[2]
+TIE_NATS = (
+    0.13  # one step of a bf16 logit between 16 and 32: products over other batch sizes round apart by as much
+)
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +126,34 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         return dict(self.control("stats")["counters"])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer with the gap between its two most likely tokens at every step, in nats."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+def ask(engine: Engine, tokens: Sequence[int], *, new: int = 20, ignore_eos: bool = True) -> Scored:
+    answer = engine.generate(
+        tokens,
+        sampling_params={"max_new_tokens": new, "temperature": 0, "ignore_eos": ignore_eos},
+        return_logprob=True,
+        top_logprobs_num=2,
+        logprob_start_len=-1,
+    )
+    tops = answer.meta["output_top_logprobs"]
+    return Scored(answer.tokens, [best[0] - second[0] for best, second, *_ in tops])
+
+
+def assert_same(alone: Scored, together: Scored) -> None:
+    """Equal, or apart from a step on whose two best tokens were as good as equal."""
+    for step, (expected, got) in enumerate(zip(alone.tokens, together.tokens, strict=True)):
+        if expected != got:
+            assert alone.gaps[step] <= TIE_NATS, (step, expected, got, alone.gaps[step])
+            return
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import httpx
 import pytest
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, ask, assert_same
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -19,37 +18,6 @@ NUM_SESSIONS = 16
 SHARED_TOKENS = 700
 OWN_TOKENS = 24
 NEW = 20
-TIE_NATS = (
-    0.13  # one step of a bf16 logit between 16 and 32: products over other batch sizes round apart by as much
-)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """An answer with the gap between its two most likely tokens at every step, in nats."""
-
-    tokens: list[int]
-    gaps: list[float]
-
-
-def ask(engine: Engine, tokens: Sequence[int], *, new: int = NEW, ignore_eos: bool = True) -> Scored:
-    answer = engine.generate(
-        tokens,
-        sampling_params={"max_new_tokens": new, "temperature": 0, "ignore_eos": ignore_eos},
-        return_logprob=True,
-        top_logprobs_num=2,
-        logprob_start_len=-1,
-    )
-    tops = answer.meta["output_top_logprobs"]
-    return Scored(answer.tokens, [best[0] - second[0] for best, second, *_ in tops])
-
-
-def assert_same(alone: Scored, together: Scored) -> None:
-    """Equal, or apart from a step on whose two best tokens were as good as equal."""
-    for step, (expected, got) in enumerate(zip(alone.tokens, together.tokens, strict=True)):
-        if expected != got:
-            assert alone.gaps[step] <= TIE_NATS, (step, expected, got, alone.gaps[step])
-            return
 
 
 @pytest.fixture(scope="module")
