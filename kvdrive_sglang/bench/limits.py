@@ -70,6 +70,7 @@ LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
         Limit("ssd_over_dram_ms", "≤", 1.4),
         Limit("read_over_raw", "≥", 0.7),
         Limit("write_over_raw", "≥", 0.7),
+        Limit("append_read_over_selected", "≤", 1.5),
         Limit("outputs_equal", "=", True),
     ),
     "pipeline": (Limit("sequential_over_pipelined", "≥", 1.3),),

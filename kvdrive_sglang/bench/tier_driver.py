@@ -21,7 +21,7 @@ from kv_tier.modes import FetchMode
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
-from kv_tier.steps import DecodeStep, Writer
+from kv_tier.steps import AppendRule, DecodeStep, ExtendStep, Writer
 from kv_tier.store import StoreLimits, TieredStore
 from kv_tier.within_budget import WARM_UP_QUERIES, warm_up
 
@@ -207,10 +207,13 @@ class TierSession:
         self.num_tokens += 1
         assert self.state.failure is None, self.state.failure
 
-    @property
-    def hit_rate(self) -> float:
-        hits, misses = self.store.counters.window_hits, self.store.counters.window_misses
-        return hits / max(1, hits + misses)
+    def sparse_append(self, count: int) -> ExtendStep:
+        """Plan an append of ``count`` tokens that attends within the budget."""
+        position, size = self.num_tokens, self.geometry.page_size
+        row = self.row(position, position + count)
+        positions = torch.arange(position, position + count)
+        slots = row.pages[positions // size] * size + positions % size
+        return ExtendStep(self.store, [row], slots, AppendRule("sparse"))
 
 
 def describe_path(path: Path) -> str:

@@ -39,7 +39,7 @@ from kv_tier.meta.read_engine import (
 from kv_tier.meta.span_batch import PageBatch, Wants
 from kv_tier.meta.span_file import write_span
 from kv_tier.spans import SealJob
-from kv_tier.steps import DecodeStep
+from kv_tier.steps import DecodeStep, ExtendStep
 from kv_tier.window import WindowCaches
 from kv_tier.within_budget import WARM_UP_QUERIES
 from kvdrive_sglang.bench.engines import BenchFailed, Progress, model_path, scratch
@@ -56,6 +56,7 @@ SUMMARY_KEYS = (
     "write_over_raw",
     "seal_over_raw",
     "warmup_gain",
+    "append_read_over_selected",
     "outputs_equal",
 )
 
@@ -73,6 +74,7 @@ SETUPS = (
 )
 REAL_PROMPT, REAL_STEPS = 7504, 40
 SHAPE_PROMPT, SHAPE_STEPS, SHAPE_LAYERS, SHAPE_ALL_LAYERS = 32768, 40, 8, 32
+APPENDED = 20  # tokens of a sparse append after a resume
 LAYERWISE_STEPS = 12  # enough for its median: every step reads the same
 REPEATS = 2
 
@@ -81,7 +83,8 @@ REPEATS = 2
 class Subject:
     """A sequence to decode: what the store needs to know, and how a step runs.
 
-    ``run`` takes a session through one planned step and returns what the step computed, to compare.
+    ``run`` takes a session through one planned step, of one token or so many new ones, and returns what it computed, to
+    compare.
     """
 
     name: str
@@ -91,7 +94,7 @@ class Subject:
     num_steps: int
     layers: Layers
     last_queries: Callable[[int], torch.Tensor]
-    run: Callable[[TierSession, DecodeStep], torch.Tensor]
+    run: Callable[[TierSession, DecodeStep | ExtendStep, int], torch.Tensor]
     layer_scale: float = 1.0
 
 
@@ -119,6 +122,7 @@ def run(full: bool, progress: Progress) -> BenchResult:
         summary[f"{n}_layerwise_over_blockwise_bytes"] for n in ("real", "shape")
     )
     summary["warmup_gain"] = min(summary[f"{n}_warmup_gain"] for n in ("real", "shape"))
+    summary["append_read_over_selected"] = summary["shape_append_read_over_selected"]
     for key in ("read_over_raw", "write_over_raw", "seal_over_raw"):
         summary[key] = summary[f"shape_{key}"]
     summary["outputs_equal"] = True
@@ -156,6 +160,8 @@ def measure(
     for setup in SETUPS:
         rows.append(row_of(sequence, setup, costs[setup.name]))
     summarise(sequence.name, costs, summary)
+    progress(f"{sequence.name}: a sparse append after a resume")
+    summary[f"{sequence.name}_append_read_over_selected"] = append_read_over_selected(sequence, directory)
     progress(f"{sequence.name}: reads beside a raw probe")
     summary[f"{sequence.name}_read_over_raw"], detail = read_over_raw(sequence, directory)
     summary.update({f"{sequence.name}_{key}": value for key, value in detail.items()})
@@ -181,7 +187,7 @@ def decode(sequence: Subject, directory: Path, setup: Setup) -> tuple[TierSessio
         session.attach()
         for _ in range(num_steps):
             step = session.begin_step()
-            outs.append(sequence.run(session, step))
+            outs.append(sequence.run(session, step, 1))
             session.end_step()
         session.store.check_integrity()
     return session, torch.stack(outs)
@@ -295,6 +301,19 @@ def span_write_rate(sequence: Subject, directory: Path) -> float:
     return num_bytes / seconds
 
 
+def append_read_over_selected(sequence: Subject, directory: Path) -> float:
+    """Return the KV bytes that a resumed session reads before its first token, over those of the pages it attends."""
+    with open_session(sequence, directory, SETUPS[2]) as session, torch.inference_mode():
+        session.attach()
+        before = session.store.counters.bytes_read
+        sequence.run(session, session.sparse_append(APPENDED), APPENDED)
+        num_bytes = session.store.counters.bytes_read - before
+        assert session.state.failure is None, session.state.failure
+    geometry, budget = sequence.geometry, session.store.budget
+    assert budget.pages is not None
+    return num_bytes / (budget.pages * geometry.page_bytes)
+
+
 def read_over_raw(sequence: Subject, directory: Path) -> tuple[float, dict[str, Any]]:
     """Time the batches of one cold step, checked and copied, beside bare reads of the same places at the same depth."""
     made: list[tuple[int, Sequence[Wants]]] = []
@@ -309,7 +328,7 @@ def read_over_raw(sequence: Subject, directory: Path) -> tuple[float, dict[str, 
             return batch_of(layer, wants)
 
         fetcher._batch = remember  # type: ignore[method-assign]
-        sequence.run(session, session.begin_step())
+        sequence.run(session, session.begin_step(), 1)
         fetcher._batch = batch_of  # type: ignore[method-assign]
         engines: dict[str, ReadEngine] = {"threads": ThreadEngine()}
         with contextlib.suppress(RingUnavailable):
@@ -425,9 +444,9 @@ def record_real(progress: Progress) -> Subject:
     with torch.inference_mode():
         recorder.forward(tokens[:REAL_PROMPT], 0)
 
-    def step(session: TierSession, planned: DecodeStep) -> torch.Tensor:
+    def step(session: TierSession, planned: DecodeStep | ExtendStep, count: int) -> torch.Tensor:
         recorder.attend = planned.attend
-        return recorder.forward(session.tokens[session.num_tokens :][:1].tolist(), session.num_tokens)
+        return recorder.forward(session.tokens[session.num_tokens :][:count].tolist(), session.num_tokens)
 
     return Subject(
         "real",
@@ -504,15 +523,15 @@ def make_shape(rates: np.ndarray, num_layers: int) -> Subject:
         spread = 0.1 * torch.randn(*drift.shape[:2], GROUP, HEAD_DIM, generator=generator)
         queries.append((drift[:, :, None] + spread).to(torch.bfloat16))
 
-    def step(session: TierSession, planned: DecodeStep) -> torch.Tensor:
+    def step(session: TierSession, planned: DecodeStep | ExtendStep, count: int) -> torch.Tensor:
         position = session.num_tokens
         number = WARM_UP_QUERIES + position - SHAPE_PROMPT
-        here = slice(position, position + 1)
+        here = slice(position, position + count)
         return torch.stack(
             [
                 planned.attend(
                     layer,
-                    queries[layer][number : number + 1],
+                    queries[layer][number : number + count],
                     keys[layer][here],
                     values[layer][here],
                     session.scale,
