@@ -1,6 +1,6 @@
 """Write span files whole.
 
-write_span:  .tmp-<id> <- KV, index, header | fsync | rename to <id>.span | fsync directory
+write_span:  .tmp-<id> <- KV, header and index | fsync | rename to <id>.span | fsync directory
              a fault or crash before the rename leaves no span; after it, a whole one
 """
 
@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from kv_tier.meta.data_dir import DataDir, span_name, temporary_name
+from kv_tier.meta.errors import ExtentIoError
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import KEY_BYTES
-from kv_tier.meta.read_engine import ALIGNMENT
+from kv_tier.meta.read_engine import ALIGNMENT, aligned_bytes
 from kv_tier.meta.span_format import (
+    BLOCK_BYTES,
     Raw,
     Section,
     SectionType,
@@ -35,7 +37,7 @@ from kv_tier.meta.span_format import (
 from kv_tier.meta.span_io import Bytes, bytes_of, check_array, inverse, naming, write_all
 from kv_tier.meta.span_reader import SpanFile
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 64 << 20
 _NO_UNLINKED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
@@ -153,7 +155,7 @@ def _discard(fs: FileSystem, fd: int, names: Iterable[str], dir_fd: int) -> None
 def _write_parts(
     fs: FileSystem, fd: int, path: Path, header: SpanHeader, parts: SpanParts, dir_fd: int | None
 ) -> SpanFile:
-    """Write KV, then the sections before it, then the header; return the span reading through ``fd``."""
+    """Write KV, then all that is before it in one piece; return the span reading through ``fd``."""
     tokens, keys = np.array(parts.tokens, dtype=np.uint32), list(parts.keys)
     _check_parts(header, parts, tokens, keys)
     sections = plan_sections(header)
@@ -167,19 +169,15 @@ def _write_parts(
     }
     if parts.centroids is not None:
         arrays[SectionType.CENTROIDS] = [parts.centroids]
+    front = aligned_bytes(sections[SectionType.KV].offset)
+    front[:] = 0
     for kind, pieces in arrays.items():
         data = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
-        sections[kind] = with_crc(sections[kind], data)
-        _write_section(fs, fd, path, sections[kind], data)
-    block = np.frombuffer(encode_header(header, sections), np.uint8)
-    write_all(fs, fd, path, block, 0)
+        sections[kind] = section = with_crc(sections[kind], data)
+        front[section.offset : section.offset + section.length] = np.concatenate(data)
+    front[:BLOCK_BYTES] = np.frombuffer(encode_header(header, sections), np.uint8)
+    _write_past_cache(fs, fd, path, front, 0, len(front))
     return SpanFile(path, fd, header, sections, tokens, keys, dir_fd=dir_fd, fs=fs)
-
-
-def _write_section(fs: FileSystem, fd: int, path: Path, section: Section, data: Sequence[Bytes]) -> None:
-    whole = np.zeros(section.end - section.offset, np.uint8)
-    whole[: section.length] = np.concatenate(data)
-    write_all(fs, fd, path, whole, section.offset)
 
 
 def _write_kv(
@@ -192,7 +190,7 @@ def _write_kv(
     if isinstance(kv, np.ndarray) and kv.flags.c_contiguous and kv.ctypes.data % ALIGNMENT == 0:
         data = kv.reshape(-1).view(np.uint8)
         with ThreadPoolExecutor(1, thread_name_prefix="kvdrive-writer") as writer:
-            written = writer.submit(_write_past_cache, fs, fd, path, data, section)
+            written = writer.submit(_write_past_cache, fs, fd, path, data, section.offset, section.end)
             crcs = _checksums(header, kv)
             written.result()
         return crcs
@@ -219,24 +217,29 @@ def _checksums(header: SpanHeader, layers: Iterable[Raw]) -> tuple[Raw, Raw]:
     return np.array(page_crcs, np.uint32), np.array(layer_crcs, np.uint32)
 
 
-def _write_past_cache(fs: FileSystem, fd: int, path: Path, data: Bytes, section: Section) -> None:
-    """Write a section and its padding in large direct writes; through the page cache where there are none."""
+def _write_past_cache(fs: FileSystem, fd: int, path: Path, data: Bytes, begin: int, end: int) -> None:
+    """Write ``data`` at ``begin`` and zeros up to ``end`` in large direct writes; through the page cache where there are
+    none."""
     whole = len(data) // ALIGNMENT * ALIGNMENT
     done = 0
     if fs.set_direct(fd, True):
         try:
             while done < whole:
                 chunk = data[done : min(done + CHUNK_BYTES, whole)]
-                with naming("write", path, section.offset + done):
-                    written = fs.pwrite(fd, chunk, section.offset + done)
+                try:
+                    written = fs.pwrite(fd, chunk, begin + done)
+                except OSError as error:
+                    if error.errno == errno.EINVAL:
+                        break  # a device with a coarser grid than ours
+                    raise ExtentIoError.of(error, "write", path, begin + done) from error
                 done += written
                 if written < len(chunk):
                     break  # the rest may lie off the device's grid
         finally:
             fs.set_direct(fd, False)
-    tail = np.zeros(section.end - section.offset - done, np.uint8)
+    tail = np.zeros(end - begin - done, np.uint8)
     tail[: len(data) - done] = data[done:]
-    write_all(fs, fd, path, tail, section.offset + done)
+    write_all(fs, fd, path, tail, begin + done)
 
 
 def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequence[bytes]) -> None:
