@@ -95,14 +95,14 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def rows_tables(result: BenchResult) -> list[Table]:
-    """Lay out the rows, those of each ``figure`` (where rows have one) as a table of their own."""
-    figures: dict[Any, list[dict[str, Any]]] = {}
+    """Lay out the rows: those of one ``figure`` (where rows have one) with the same columns are a table."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in result.rows:
         rest = {column: value for column, value in row.items() if column != "figure"}
-        figures.setdefault(row.get("figure"), []).append(rest)
+        groups.setdefault((str(row.get("figure", "")), *rest), []).append(rest)
     return [
         _table(f"kvdrive bench {result.bench}" + (f", {figure}" if figure else ""), rows)
-        for figure, rows in figures.items()
+        for (figure, *_), rows in groups.items()
     ]
 
 
@@ -112,7 +112,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     columns = columns_of(rows)
     for column in columns:
         numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(show(row.get(column))) for column in columns))
     return table
