@@ -54,6 +54,7 @@ LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
         Limit("resume_excess_s", "≤", 0.05),
         Limit("tokens_equal", "=", True),
     ),
+    "prefill": (Limit("prefill_sealed_over_bare", "≤", 1.1),),
     "fidelity": (
         Limit("kl_two_level_over_means8", "≤", 1.3),
         Limit("kl_sketch_over_means8", "≤", 0.2),

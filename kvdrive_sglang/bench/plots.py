@@ -300,6 +300,32 @@ def resume(rows: Rows) -> Iterator[Plot]:
     yield plot("First token of a turn after a long session", f"Bars of medians: {told}.", paint)
 
 
+# ---- prefill ------------------------------------------------------------------------------------------------------
+
+
+def prefill(rows: Rows) -> Iterator[Plot]:
+    """Draw the time to the first token of one prompt, with and without index and seals."""
+    found = having(rows, ["prefill"], positive=["ttft_s"])
+    if not found:
+        return
+
+    def paint(axes: Axes) -> None:
+        for i, row in enumerate(found):
+            axes.barh(i, row["ttft_s"], 0.6, color=SERIES[6 if row["prefill"] == "torch_native" else 0])
+            note(axes, f"{row['ttft_s']:.2f} s", (row["ttft_s"], i), (6, 0), va="center", fontsize=9)
+        axes.set_yticks(range(len(found)), [row["prefill"] for row in found])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1.18 * max(row["ttft_s"] for row in found))
+        axes.set_xlabel("seconds to the first token")
+
+    yield plot(
+        "Prefill without index, with it, and sealed meanwhile",
+        f"Bars of medians: {words(found, 'prefill', 'ttft_s', 's')}.",
+        paint,
+    )
+
+
 # ---- fidelity -----------------------------------------------------------------------------------------------------
 
 
@@ -650,6 +676,7 @@ PLOTS: Final[dict[str, Callable[[Rows], Iterable[Plot]]]] = {
     "exactness": exactness,
     "decode": decode,
     "resume": resume,
+    "prefill": prefill,
     "fidelity": fidelity,
     "cache": cache,
     "tiers": tiers,

@@ -40,6 +40,7 @@ class Wish(msgspec.Struct, frozen=True):
         digest: chain a hash over the attention outputs of every layer and step.
         unattended: prefill writes its KV and attends nothing, so that long contexts can be timed without the hours
             their prefill would take; what the model then says means nothing.
+        unindexed: prefill writes no page means; decoding on would select nonsense.
     """
 
     prompt_tokens: int
@@ -47,6 +48,7 @@ class Wish(msgspec.Struct, frozen=True):
     logits: bool = False
     digest: bool = False
     unattended: bool = False
+    unindexed: bool = False
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -78,7 +80,7 @@ class Probe:
         self._seconds = 0.0
         self._layers = 0
         self._hash: Any = None
-        self._unattended = False
+        self._unattended = self._unindexed = False
         self._backend: Any = None
         self._linker: Any = None
 
@@ -94,7 +96,8 @@ class Probe:
 
     def _maybe_unattended(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def extended(*args: Any, **kwargs: Any) -> Any:
-            with no_attention() if self._unattended else nullcontext():
+            attending = no_attention() if self._unattended else nullcontext()
+            with attending, no_means() if self._unindexed else nullcontext():
                 return call(*args, **kwargs)
 
         return extended
@@ -104,6 +107,7 @@ class Probe:
             wishes = [self.wish(rid) for rid in forward_batch.rids or ()]
             self._hash = hashlib.sha256() if any(wish and wish.digest for wish in wishes) else None
             self._unattended = any(wish and wish.unattended for wish in wishes)
+            self._unindexed = any(wish and wish.unindexed for wish in wishes)
             begin = time.perf_counter()
             call(forward_batch)
             self._seconds, self._layers = time.perf_counter() - begin, 0
@@ -212,6 +216,21 @@ def no_attention() -> Iterator[None]:
         patch.object(attention, "attend_masked", masked_zeros),
         patch.object(dense_backend, "attend_masked", masked_zeros),
     ):
+        yield
+
+
+@contextmanager
+def no_means() -> Iterator[None]:
+    """Let pages that fill up keep the means that their row had before."""
+    from kv_tier.steps import Writer
+
+    def bare(writer: Writer, layer: int, k: Any, v: Any) -> None:
+        completed, writer.completed = writer.completed, writer.completed[:0]
+        write(writer, layer, k, v)
+        writer.completed = completed
+
+    write = Writer.write
+    with patch.object(Writer, "write", bare):
         yield
 
 

@@ -255,13 +255,13 @@ def bytes_read(engine: BenchEngine) -> int:
     return int(engine.control("stats")["counters"]["bytes_read"])
 
 
-def wait_sealed(engine: BenchEngine, tokens: list[int]) -> None:
+def wait_sealed(engine: BenchEngine, tokens: list[int], *, salt: str | None = None) -> None:
     """Wait until every full page of ``tokens`` is on disk.
 
     Raises:
         BenchFailed: it is not within a minute.
     """
-    keys = [key.hex() for key in page_keys(tokens, PAGE_SIZE)]
+    keys = [key.hex() for key in page_keys(tokens, PAGE_SIZE, cache_salt=salt)]
     num_sealed = engine.control("sealed", keys=keys, wait_s=60.0)["num_sealed"]
     if num_sealed < len(keys):
         raise BenchFailed(f"only {num_sealed} of {len(keys)} pages were sealed after 60 s")

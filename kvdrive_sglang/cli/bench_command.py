@@ -21,6 +21,7 @@ BENCHES: Final = {
     "exactness": "kvdrive_sglang.bench.exactness",
     "decode": "kvdrive_sglang.bench.decode",
     "resume": "kvdrive_sglang.bench.resume",
+    "prefill": "kvdrive_sglang.bench.prefill",
     "tiers": "kvdrive_sglang.bench.tiers",
     "fidelity": "kvdrive_sglang.bench.fidelity",
     "cache": "kvdrive_sglang.bench.cache",

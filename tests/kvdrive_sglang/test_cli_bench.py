@@ -72,7 +72,7 @@ def test_rows_of_a_figure_are_a_table_of_their_own() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     ended = kvdrive("speed")
     assert ended.exit_code == 2
-    assert "exactness, decode, resume, tiers, fidelity, cache" in ended.stderr
+    assert "exactness, decode, resume, prefill, tiers, fidelity, cache" in ended.stderr
 
 
 def test_a_result_file_that_cannot_be_written_is_refused_first(tmp_path: Path, toy: SimpleNamespace) -> None:

@@ -143,6 +143,14 @@ def tiers() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return rows, {"layerwise_over_blockwise_bytes": 42.0, "ssd_over_dram_ms": 1.1, "read_over_raw": 0.8}
 
 
+def prefill() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    rows = [
+        {"prefill": name, "ttft_s": seconds, "sealed_after_s": 0.4 if name == "sealed" else None}
+        for name, seconds in (("bare", 7.5), ("indexed", 7.6), ("sealed", 7.9), ("torch_native", 15.0))
+    ]
+    return rows, {"prefill_sealed_over_bare": 1.05}
+
+
 def pipeline() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     rows = [
         {"mode": mode, "batch": batch, "ms_per_token": factor * (80 + 30 * batch)}
@@ -153,7 +161,8 @@ def pipeline() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 MADE = {
-    function.__name__: function for function in (exactness, decode, resume, fidelity, cache, tiers, pipeline)
+    function.__name__: function
+    for function in (exactness, decode, resume, prefill, fidelity, cache, tiers, pipeline)
 }
 
 
