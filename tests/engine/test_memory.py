@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -48,3 +48,21 @@ def test_memory_stays_within_its_limits(new_engine: Callable[..., Engine], real_
 
     for prompt, answer in zip(prompts[:2], together, strict=False):
         assert_same(ask(engine, prompt, new=48), answer)
+
+
+def test_requests_wait_for_device_memory(new_engine: Callable[..., Engine], real_tokens: list[int]) -> None:
+    engine = new_engine(
+        budget_tokens=256, device_bytes=50 * MIB, flags={"context_length": 1200, "chunked_prefill_size": 512}
+    )
+    prompts = [real_tokens[i * 400 : i * 400 + 700] for i in range(6)]
+    lent = []
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(ask, engine, prompt, new=24) for prompt in prompts]
+        while not all(answer.done() for answer in answers):
+            lent.append(engine.control("stats")["gauges"]["windows_lent"])
+            wait(answers, timeout=0.1)
+    sets = engine.control("stats")["gauges"]["windows_total"]
+    assert 1 < sets < len(prompts), sets
+    assert 1 < max(lent) <= sets
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same(ask(engine, prompt, new=24), answer.result())
