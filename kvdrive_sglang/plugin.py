@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from typing import Any
 
 BACKEND = "kvdrive"
@@ -16,6 +18,7 @@ def is_requested() -> bool:
 
 def register() -> None:
     """Register backend, hooks and hashing; does not decide whether they are used."""
+    end_with_parent()
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import add_attention_backend_choices
 
@@ -26,6 +29,17 @@ def register() -> None:
     register_attention_backend(BACKEND)(create_backend)
     replace_native_hash()
     register_hooks()
+
+
+def end_with_parent() -> None:
+    """End a process of SGLang's whose parent ended while it was still importing.
+
+    SGLang asks the kernel for a signal at the parent's end; a parent that ended before sends none, and the process would
+    stay for good, with its memory and the data directory.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def create_backend(model_runner: Any) -> Any:
