@@ -15,8 +15,9 @@ Four modes (paper 7.3); all give the same bits, they differ in what is read and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ from kv_tier.modes import FetchMode
 from kv_tier.page_table import NOWHERE
 from kv_tier.request import RequestState
 from kv_tier.staging import ABSENT, IN_FLIGHT
-from kv_tier.window import Misses, WindowCaches
+from kv_tier.window import Absent, WindowCaches
 
 if TYPE_CHECKING:
     from kv_tier.store import TieredStore
@@ -55,6 +56,36 @@ class _Prefetch:
     lives: Ints
 
 
+@dataclass
+class Fetch:
+    """Pages that some requests lack in one layer, on their way: ``Fetcher.start`` begins it, ``finish`` ends it.
+
+    Attributes:
+        states: the requests.
+        absent: the pages asked for, [page].
+        sources: [page] int64 row of the frame arena, negative where only SSD has it.
+        away: [n] int64 places in ``absent`` of the pages that SSD alone has.
+        inverse: [n] int64 number of each among the distinct ones.
+        heads, pages: [distinct] int64 KV head and logical page.
+        batches: the reads.
+        started_ns, done_ns: when reading began, and when it was first seen to be over (0: not yet).
+        waited_ns: from when to when somebody waited for it.
+    """
+
+    layer: int
+    states: Sequence[RequestState]
+    absent: Absent
+    sources: Ints
+    away: Ints
+    inverse: Ints
+    heads: Ints
+    pages: Ints
+    batches: list[PageBatch]
+    started_ns: int
+    done_ns: int = field(default=0, init=False)
+    waited_ns: tuple[int, int] = field(default=(0, 0), init=False)
+
+
 class Fetcher:
     """Fetch for one store, on the scheduler's thread; owns the read engine and what is under way."""
 
@@ -66,10 +97,14 @@ class Fetcher:
         self.warm_up = warm_up and mode in ("hierarchical", "balanced")
         self.stages = mode in ("hierarchical", "balanced")
         self.stalls = np.zeros(store.staging.num_pairs, np.int64)
+        self.waited_ns = 0  # for reads on demand
         self._heads = np.arange(store.geometry.num_kv_heads)[:, None]
         self._num_fetches = 0
         self._rows_short = 0
         self._under_way: dict[int, list[_Prefetch]] = {}  # by layer
+        self._num_started = 0  # fetches whose pages in DRAM were not copied yet
+        self._read_in = -1, -1  # step and layer that the next line speaks of
+        self._read_keys: list[Ints] = []  # what its fetches read so far: KV head * logical pages + page
 
     @property
     def windows(self) -> WindowCaches:
@@ -78,54 +113,127 @@ class Fetcher:
 
     # ---- on demand ------------------------------------------------------------------------------------------
 
-    def read_misses(
-        self,
-        layer: int,
-        misses: Misses,
-        states: Sequence[RequestState],
-        k_out: torch.Tensor,
-        v_out: torch.Tensor,
-    ) -> None:
-        """Fetch single pages of single heads: copy what DRAM has while SSD reads what it has not.
+    def start(self, layer: int, absent: Absent, states: Sequence[RequestState]) -> Fetch:
+        """Begin to fetch single pages of single heads: reads of what DRAM has not are under way when this returns.
 
-        A page that cannot be had is zeros, and the requests that miss it are failed.
+        Several fetches of one layer may be under way. A page that two of them read from SSD is read twice.
 
         Args:
-            misses: what to fetch.
-            states: the requests of the batch.
-            k_out, v_out: [miss, page_size * head_dim], filled in order.
+            absent: what to fetch.
+            states: the requests it speaks of.
         """
         store = self.store
+        self._num_started += 1
+        store.staging.hold()
         self._collect(layer, block=False)
         if len(states) == 1:
-            pages = states[0].pages.numpy()[misses.ordinal]
+            pages = states[0].pages.numpy()[absent.ordinal]
         else:
-            pages = np.stack([state.pages.numpy() for state in states])[misses.request, misses.ordinal]
-        sources = self._sources(layer, misses.head, pages)
+            pages = np.stack([state.pages.numpy() for state in states])[absent.request, absent.ordinal]
+        sources = self._sources(layer, absent.head, pages)
         away = np.flatnonzero(sources < 0)
-        if not len(away) and self.mode != "layerwise":
-            here = torch.from_numpy(sources)
-            torch.index_select(store.frames.k_all, 0, here, out=k_out)
-            torch.index_select(store.frames.v_all, 0, here, out=v_out)
+        keys = absent.head[away] * store.limits.num_pages + pages[away]
+        first = inverse = np.arange(len(away))
+        if len(states) > 1:  # requests with a common prefix lack the same pages
+            keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        self._count_again(layer, keys)
+        heads, missing = absent.head[away[first]], pages[away[first]]
+        started_ns = time.perf_counter_ns()
+        batches: list[PageBatch] = []
+        if len(away) or self.mode == "layerwise":
+            batches = self._start(layer, heads, missing, states)
+        return Fetch(layer, states, absent, sources, away, inverse, heads, missing, batches, started_ns)
+
+    def finish(self, fetch: Fetch, k_out: torch.Tensor, v_out: torch.Tensor, at: Ints) -> None:
+        """Put what was fetched into rows ``at`` ([page]) of ``k_out`` and ``v_out`` ([row, page_size * head_dim]).
+
+        A page that cannot be had is zeros, and the requests that lack it are failed.
+        """
+        self._copy(fetch, k_out, v_out, at)
+        self._wait(fetch)
+        self._place(fetch, k_out, v_out, at)
+
+    def look(self, fetch: Fetch) -> None:
+        """Note the time if every read is over; does not block."""
+        if not fetch.done_ns and all(batch.is_done for batch in fetch.batches):
+            fetch.done_ns = time.perf_counter_ns()
+
+    def _copy(self, fetch: Fetch, k_out: torch.Tensor, v_out: torch.Tensor, at: Ints) -> None:
+        """Put what DRAM has into its rows."""
+        frames, sources = self.store.frames, fetch.sources
+        if len(fetch.away):
+            here = np.flatnonzero(sources >= 0)
+            sources, at = sources[here], at[here]
+        if len(sources):
+            into, source = torch.from_numpy(at), torch.from_numpy(sources)
+            k_out.index_copy_(0, into, frames.k_all.index_select(0, source))
+            v_out.index_copy_(0, into, frames.v_all.index_select(0, source))
+        self._num_started -= 1
+        if not self._num_started:
+            self.store.staging.release()
+
+    def _wait(self, fetch: Fetch) -> None:
+        begin = time.perf_counter_ns()
+        for batch in fetch.batches:
+            batch.wait()
+        end = time.perf_counter_ns()
+        fetch.waited_ns = begin, end
+        fetch.done_ns = fetch.done_ns or end
+        self.waited_ns += end - begin
+
+    def _place(self, fetch: Fetch, k_out: torch.Tensor, v_out: torch.Tensor, at: Ints) -> None:
+        """Check what was read and put it into its rows."""
+        store, away, inverse = self.store, fetch.away, fetch.inverse
+        lost = store.table.span_of[fetch.pages] == NOWHERE
+        for batch in fetch.batches:
+            done = batch.finish()
+            store.counters.bytes_read += done.bytes_read
+            store.counters.reads += done.num_reads
+            for failed in done.lost:
+                lost[failed.rows[failed.rows >= 0]] = True
+                store.lose(failed.span, failed.ordinals.tolist(), failed.error)
+            halves = self._halves(done)
+            place = np.full(len(fetch.heads), -1, np.int64)
+            place[done.rows] = np.arange(len(done.rows))
+            brought = np.flatnonzero(place[inverse] >= 0)
+            into = torch.from_numpy(at[away[brought]])
+            source = torch.from_numpy(place[inverse[brought]])
+            k_out.index_copy_(0, into, halves[:, 0].index_select(0, source))
+            v_out.index_copy_(0, into, halves[:, 1].index_select(0, source))
+            if self.stages:
+                kept = np.flatnonzero(~lost[done.rows])
+                rows = done.rows[kept]
+                pairs = self._pairs(fetch.layer, fetch.heads[rows])
+                self._stage(pairs, fetch.pages[rows], halves[:, 0], halves[:, 1], kept)
+        if not len(away):
             return
-        keys = misses.head[away] * store.limits.num_pages + pages[away]
-        first, inverse = np.arange(len(away)), np.arange(len(away))
-        if len(states) > 1:  # requests with a common prefix miss the same pages
-            _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        heads, missing = misses.head[away[first]], pages[away[first]]
-        batches = self._start(layer, heads, missing, states)
-        here = torch.from_numpy(np.maximum(sources, 0))
-        torch.index_select(store.frames.k_all, 0, here, out=k_out)
-        torch.index_select(store.frames.v_all, 0, here, out=v_out)
-        k, v, lost = self._finish(layer, heads, missing, batches)
-        if len(away):
-            into, source = torch.from_numpy(away), torch.from_numpy(inverse)
-            k_out.index_copy_(0, into, k.index_select(0, source))
-            v_out.index_copy_(0, into, v.index_select(0, source))
-        owner = misses.request[away]
-        for number, count in enumerate(np.bincount(owner, minlength=len(states)).tolist()):
-            states[number].figures.bytes_read += count * store.geometry.page_head_bytes
-        store.fail([states[i] for i in np.unique(owner[lost[inverse]]).tolist()], LOST)
+        self._count_stalls(fetch)
+        gone = lost[inverse]
+        if gone.any():
+            nothing = torch.from_numpy(at[away[gone]])
+            k_out[nothing] = 0
+            v_out[nothing] = 0
+        owner = fetch.absent.request[away]
+        for number, count in enumerate(np.bincount(owner, minlength=len(fetch.states)).tolist()):
+            fetch.states[number].figures.bytes_read += count * store.geometry.page_head_bytes
+        store.fail([fetch.states[i] for i in np.unique(owner[gone]).tolist()], LOST)
+
+    def _count_again(self, layer: int, keys: Ints) -> None:
+        """Count the pages that an earlier fetch of this layer and step read too."""
+        now = self.store.clock, layer
+        if self._read_in != now:
+            self._read_in, self._read_keys = now, []
+        if self._read_keys:
+            again = np.isin(keys, np.concatenate(self._read_keys))
+            self.store.counters.pages_read_again += int(again.sum())
+        self._read_keys.append(keys)
+
+    def _count_stalls(self, fetch: Fetch) -> None:
+        num_heads = self.store.geometry.num_kv_heads
+        pairs = self._pairs(fetch.layer, np.arange(num_heads))
+        self.stalls[pairs] += np.bincount(fetch.heads, minlength=num_heads)
+        if self.stages:
+            self._balance()
 
     def _sources(self, layer: int, heads: Ints, pages: Ints) -> Ints:
         """Return the row of the frame arena that holds each page, negative for none."""
@@ -190,33 +298,6 @@ class Fetcher:
             if len(some)
         ]
 
-    def _finish(
-        self, layer: int, heads: Ints, pages: Ints, batches: Sequence[PageBatch]
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Wait for pages: keys and values [n, page_size * head_dim], and [n] whether a page is lost."""
-        store = self.store
-        shape = (len(heads), store.geometry.page_elements)
-        k, v = (torch.zeros(shape, dtype=store.geometry.dtype) for _ in range(2))
-        lost = store.table.span_of[pages] == NOWHERE
-        for batch in batches:
-            done = batch.finish()
-            store.counters.bytes_read += done.bytes_read
-            store.counters.reads += done.num_reads
-            into, halves = torch.from_numpy(done.rows), self._halves(done)
-            k.index_copy_(0, into, halves[:, 0])
-            v.index_copy_(0, into, halves[:, 1])
-            for gone in done.lost:
-                lost[gone.rows[gone.rows >= 0]] = True
-                store.lose(gone.span, gone.ordinals.tolist(), gone.error)
-        self.stalls[self._pairs(layer, np.arange(store.geometry.num_kv_heads))] += np.bincount(
-            heads, minlength=store.geometry.num_kv_heads
-        )
-        if self.stages:
-            kept = np.flatnonzero(~lost)
-            self._stage(self._pairs(layer, heads[kept]), pages[kept], k, v, kept)
-            self._balance()
-        return k, v, lost
-
     def _halves(self, pages: Pages) -> torch.Tensor:
         """View what a batch brought as [n, 2, page_size * head_dim]."""
         geometry = self.store.geometry
@@ -224,8 +305,10 @@ class Fetcher:
         return signed.view(geometry.dtype).view(len(pages.rows), 2, geometry.page_elements)
 
     def _stage(self, pairs: Ints, pages: Ints, k: torch.Tensor, v: torch.Tensor, at: Ints) -> None:
-        """Keep copies of pages (rows ``at`` of ``k`` and ``v``) as far as there is room."""
+        """Keep copies of pages (rows ``at`` of ``k`` and ``v``) as far as there is room; what is kept already stays."""
         store, staging = self.store, self.store.staging
+        new = np.flatnonzero(staging.row_of[pairs, pages] < 0)
+        pairs, pages, at = pairs[new], pages[new], at[new]
         self._rows_short += max(0, len(pairs) - staging.num_free)
         rows = staging.insert(pairs, pages)
         into, source = torch.from_numpy(rows), torch.from_numpy(at[: len(rows)])

@@ -15,7 +15,7 @@ from kv_tier.attention import attend_selected
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget, score_pages, select_pages
 from kv_tier.store import TieredStore
-from kv_tier.window import Misses
+from kv_tier.window import Absent
 
 SPAN_STEPS = 32  # decode steps over which a request's KL is averaged
 
@@ -123,14 +123,14 @@ class ShadowStep:
         """Read pages past the window caches: [kv_head, n] ordinals -> each [kv_head, n * page_size, head_dim]."""
         geometry = self.store.geometry
         heads, count = selected.shape
-        pages = Misses(
+        pages = Absent(
             request=np.zeros(selected.numel(), dtype=np.int64),
             head=np.repeat(np.arange(heads), count),
             ordinal=selected.reshape(-1).numpy(),
-            at=np.zeros(selected.numel(), dtype=np.int64),
         )
         k = torch.empty(len(pages), geometry.page_elements, dtype=geometry.dtype)
         v = torch.empty(len(pages), geometry.page_elements, dtype=geometry.dtype)
-        self.store.fetcher.read_misses(layer, pages, [state], k, v)
+        fetcher = self.store.fetcher
+        fetcher.finish(fetcher.start(layer, pages, [state]), k, v, np.arange(len(pages)))
         shape = (heads, -1, geometry.head_dim)
         return k.view(shape), v.view(shape)

@@ -13,6 +13,7 @@ from kv_tier.meta.read_engine import Ints
 
 ABSENT = -1
 IN_FLIGHT = -2
+NEVER = np.iinfo(np.int64).max
 EVICT_SHARE = 32  # at least one row in so many leaves when room is needed
 
 
@@ -21,7 +22,8 @@ class Staging:
 
     ``row_of``: [pair, logical page] int32, the row that holds the page, ABSENT, or IN_FLIGHT while it is read.
     The least recently used row leaves first; a pair that holds no more than its ``quota`` ([pair] rows, zeros at
-    first) is passed over, so that pairs that stall most keep their pages (paper 7.3 d).
+    first) is passed over, so that pairs that stall most keep their pages (paper 7.3 d). Rows used since ``hold`` stay
+    until ``release``.
     """
 
     def __init__(self, geometry: Geometry, num_pages: int, num_frames: int) -> None:
@@ -35,6 +37,7 @@ class Staging:
         self._owner = np.full(self.num_pairs * num_frames, ABSENT, np.int32)  # pair * num_pages + page
         self._stamp = np.zeros(self.num_pairs * num_frames, np.int32)
         self._clock = 0
+        self._held_since = NEVER
         self._free = np.zeros(0, np.int64)
 
     @staticmethod
@@ -66,6 +69,14 @@ class Staging:
     def _rows_of(self, frame: int) -> Ints:
         return np.arange(self.num_pairs, dtype=np.int64) * self.num_frames + frame
 
+    def hold(self) -> None:
+        """Keep every row that is found or filled from now on until ``release``: somebody is about to copy from it."""
+        self._held_since = min(self._held_since, self._clock + 1)
+
+    def release(self) -> None:
+        """End what ``hold`` began."""
+        self._held_since = NEVER
+
     def find(self, pairs: Ints, pages: Ints) -> Ints:
         """Return the rows of pages ([n] each), ABSENT or IN_FLIGHT where there is none; what is found was used now."""
         rows = self.row_of[pairs, pages].astype(np.int64)
@@ -90,7 +101,7 @@ class Staging:
     def _evict(self, count: int) -> None:
         used = np.flatnonzero(self._owner != ABSENT)
         pairs = self._owner[used] // self.num_pages
-        used = used[self.held[pairs] > self.quota[pairs]]
+        used = used[(self.held[pairs] > self.quota[pairs]) & (self._stamp[used] < self._held_since)]
         count = max(count, self.num_rows // EVICT_SHARE)
         if len(used) > count:
             used = used[np.argpartition(self._stamp[used], count - 1)[:count]]

@@ -22,6 +22,7 @@ from kv_tier.meta.read_engine import ReadPath, aligned_bytes, choose_read_path
 from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
+from kv_tier.pipeline import Pipeline
 from kv_tier.request import DeviceIndex, RequestState
 from kv_tier.restore import Costs
 from kv_tier.selection import Budget
@@ -91,6 +92,7 @@ class Counters:
     window_misses: int = 0
     requests_failed: int = 0
     pages_healed: int = 0
+    pages_read_again: int = 0
 
 
 class TieredStore:
@@ -102,6 +104,9 @@ class TieredStore:
         fetch_mode: how decode steps read from SSD; never changes a number.
         read_path: how the data directory is read, owned from now on; probed when None.
         warm_up: place pages by importance at the end of a prompt.
+        pipeline: how decode batches are cut into micro-batches; never changes a number.
+        pages_per_cluster: centroids of a stretch are so many times fewer than its pages; they say which pages lie side by
+            side in a file, and change no number.
     """
 
     def __init__(
@@ -114,11 +119,15 @@ class TieredStore:
         fetch_mode: FetchMode = "blockwise",
         read_path: ReadPath | None = None,
         warm_up: bool = True,
+        pipeline: Pipeline | None = None,
+        pages_per_cluster: int = PAGES_PER_CLUSTER,
     ) -> None:
         self.geometry = geometry
         self.limits = limits
         self.budget = budget
         self.spans = spans
+        self.pipeline = pipeline or Pipeline()
+        self.pages_per_cluster = pages_per_cluster
         self.table = PageTable(geometry, limits.num_pages)
         self.frames = FrameArena(geometry, limits.num_frames)
         self.table.frames[0] = DUMMY_FRAME
@@ -335,7 +344,7 @@ class TieredStore:
         geometry = self.geometry
         means = torch.stack([m.index_select(0, kv_pages).transpose(0, 1) for m in self.table.means])
         pairs = geometry.num_layers * geometry.num_kv_heads
-        num_clusters = max(1, len(pages) // PAGES_PER_CLUSTER)
+        num_clusters = max(1, len(pages) // self.pages_per_cluster)
         assignment, centroids = cluster_pages(means.view(pairs, len(pages), -1), num_clusters)
         order = torch.argsort(assignment, dim=1, stable=True)
         packed = self._pack(pages, order.view(geometry.num_layers, geometry.num_kv_heads, -1))

@@ -17,20 +17,23 @@ _NO_PRIORITY = np.zeros((1, 1, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True)
-class Misses:
-    """The pages that a step must fetch, in ascending order of (request, KV head, page).
-
-    ``request``: [miss] int64 place in the batch; ``head``, ``ordinal``: [miss] int64; ``at``: [miss] int64 row of
-    ``WindowCaches.k[layer]`` that receives the page.
-    """
+class Absent:
+    """Pages that are not resident, in ascending order of (request, KV head, page): [miss] int64 place in the batch, KV
+    head and page ordinal."""
 
     request: np.ndarray
     head: np.ndarray
     ordinal: np.ndarray
-    at: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.at)
+        return len(self.request)
+
+
+@dataclass(frozen=True)
+class Misses(Absent):
+    """The pages that a step must fetch; ``at``: [miss] int64 row of ``WindowCaches.k[layer]`` that receives each."""
+
+    at: np.ndarray
 
 
 class WindowCaches:
@@ -78,6 +81,7 @@ class WindowCaches:
         self.total_hits = np.zeros((layers, heads), dtype=np.int64)
         self.total_misses = np.zeros((layers, heads), dtype=np.int64)
         self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._heads = np.arange(heads)[None, :, None]
 
     @staticmethod
     def bytes_for(
@@ -107,6 +111,17 @@ class WindowCaches:
     @property
     def num_lent(self) -> int:
         return self.hits.shape[1] - len(self._free_rows)
+
+    def absent(self, layer: int, rows: np.ndarray, selected: np.ndarray) -> Absent:
+        """List what ``admit`` of the same pages will give a slot; changes nothing.
+
+        Args:
+            rows: [request] int64 rows of ``Window``.
+            selected: [request, kv_head, n] int64 ordinals.
+        """
+        found = self.slot_of[layer][rows[:, None, None], self._heads, selected]
+        request, head, place = (found == ABSENT).nonzero()
+        return Absent(request, head, selected[request, head, place])
 
     def admit(
         self, layer: int, rows: np.ndarray, selected: np.ndarray, scores: np.ndarray | None

@@ -6,16 +6,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kv_tier.attention import attend_all, attend_selected
+from kv_tier.fetch import Fetch
+from kv_tier.page_table import NOWHERE
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget, score_pages, select_pages
 from kv_tier.store import TieredStore
+from kv_tier.window import WindowCaches
 
 WARM_UP_QUERIES = 32  # of a prompt's end
+
+
+def begin_fetch(
+    store: TieredStore, layer: int, states: Sequence[RequestState], selected: torch.Tensor
+) -> Fetch:
+    """Look the selected pages up and begin to read what is missing; arguments as for ``fetch_selected``."""
+    return store.fetcher.start(layer, _windows(store).absent(layer, _rows(states), selected.numpy()), states)
+
+
+def end_fetch(
+    store: TieredStore, fetch: Fetch, selected: torch.Tensor, scores: torch.Tensor | None
+) -> torch.Tensor:
+    """Give the missing pages slots while they are on their way, then bring them there.
+
+    Arguments and result as for ``fetch_selected``, after ``begin_fetch`` of the same pages.
+    """
+    windows, layer = _windows(store), fetch.layer
+    priorities = None if scores is None else scores.numpy()
+    at, misses = windows.admit(layer, _rows(fetch.states), selected.numpy(), priorities)
+    assert len(misses) == len(fetch.absent), (len(misses), len(fetch.absent))
+    store.fetcher.finish(fetch, windows.k[layer], windows.v[layer], misses.at)
+    if scores is not None:
+        store.fetcher.look_ahead(layer, fetch.states, selected, scores)
+    return torch.from_numpy(at)
 
 
 def fetch_selected(
@@ -35,21 +63,16 @@ def fetch_selected(
     Returns:
         [request, kv_head, n] int64, the rows of ``store.windows.k[layer]`` that hold them.
     """
-    windows = store.windows
-    assert windows is not None
-    rows = np.array([state.window.row for state in states if state.window is not None])
-    at, misses = windows.admit(layer, rows, selected.numpy(), None if scores is None else scores.numpy())
-    if len(misses) or store.fetcher.mode == "layerwise":
-        shape = (len(misses), store.geometry.page_elements)
-        k = torch.empty(shape, dtype=store.geometry.dtype)
-        v = torch.empty(shape, dtype=store.geometry.dtype)
-        store.fetcher.read_misses(layer, misses, states, k, v)
-        into = torch.from_numpy(misses.at)
-        windows.k[layer].index_copy_(0, into, k)
-        windows.v[layer].index_copy_(0, into, v)
-    if scores is not None:
-        store.fetcher.look_ahead(layer, states, selected, scores)
-    return torch.from_numpy(at)
+    return end_fetch(store, begin_fetch(store, layer, states, selected), selected, scores)
+
+
+def _windows(store: TieredStore) -> WindowCaches:
+    assert store.windows is not None
+    return store.windows
+
+
+def _rows(states: Sequence[RequestState]) -> np.ndarray:
+    return np.array([state.window.row for state in states if state.window is not None])
 
 
 def warm_up(
@@ -76,10 +99,9 @@ def warm_up(
 def gather(store: TieredStore, layer: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy pages out of the window caches: rows ``at`` ([request, kv_head, n]) -> each [request, kv_head, position,
     head_dim]."""
-    assert store.windows is not None
     shape = (*at.shape[:2], -1, store.geometry.head_dim)
     rows = at.view(-1)
-    k, v = store.windows.k[layer], store.windows.v[layer]
+    k, v = _windows(store).k[layer], _windows(store).v[layer]
     return k.index_select(0, rows).view(shape), v.index_select(0, rows).view(shape)
 
 
@@ -98,18 +120,34 @@ def append_new(
         offsets: [request, 1] int64 places of the tokens in their pages.
         k, v: [request, kv_head, head_dim].
     """
-    assert store.windows is not None
     at = (last * store.geometry.page_size + offsets).view(-1)
     dim = k.shape[-1]
-    store.windows.k_tokens[layer].index_copy_(0, at, k.reshape(-1, dim))
-    store.windows.v_tokens[layer].index_copy_(0, at, v.reshape(-1, dim))
+    _windows(store).k_tokens[layer].index_copy_(0, at, k.reshape(-1, dim))
+    _windows(store).v_tokens[layer].index_copy_(0, at, v.reshape(-1, dim))
+
+
+@dataclass
+class _MicroBatch:
+    """What one micro-batch carries from stage to stage of a layer.
+
+    Attributes:
+        selected: [request, kv_head, n] int64 page ordinals.
+        scores: [request, kv_head, page] float32.
+        fetch: the missing pages, on their way.
+        at: [request, kv_head, n] int64 rows of the window caches, once the pages are there.
+    """
+
+    selected: torch.Tensor
+    scores: torch.Tensor
+    fetch: Fetch
+    at: torch.Tensor | None = None
 
 
 class SparseBatch:
     """Requests longer than their budget: every one attends exactly ``budget.pages`` pages per KV head.
 
     A request's numbers do not depend on its batch-mates: its pages are scored alone, and attention treats each
-    (request, KV head) by itself.
+    (request, KV head) by itself. So the batch may be cut anywhere; ``plan`` says where and what runs when.
     """
 
     def __init__(self, store: TieredStore, rows: Sequence[Row], budget: Budget) -> None:
@@ -120,6 +158,9 @@ class SparseBatch:
         self.indexes = [store.device_memory(state)[1] for state in self.states]
         size = store.geometry.page_size
         self.local = [budget.first_local_page(row.num_tokens) for row in rows]
+        frames = store.table.frames
+        away = any((frames[row.pages.numpy()] == NOWHERE).any() for row in rows)
+        self.plan = store.pipeline.plan(len(rows), reads=away)
         num_pages = max(len(row.pages) for row in rows)
         self.scores = torch.full((len(rows), store.geometry.num_kv_heads, num_pages), float("-inf"))
         self.offsets = torch.tensor([[row.prefix_tokens % size] for row in rows])
@@ -131,7 +172,7 @@ class SparseBatch:
     def attend(
         self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Select, fetch and attend.
+        """Select, fetch and attend, in the order of the plan.
 
         Args:
             query: [request, kv_head, group, head_dim].
@@ -140,15 +181,36 @@ class SparseBatch:
         Returns:
             [request, kv_head, group, head_dim].
         """
+        parts = [slice(*part) for part in self.plan.parts]
+        under_way: list[_MicroBatch] = []
+        outs = []
+        for stage, number in self.plan.order:
+            here = parts[number]
+            if stage == "select":
+                under_way.append(self._select(layer, here, query, scale))
+                continue
+            batch = under_way[number]
+            if stage == "fetch":
+                batch.at = end_fetch(self.store, batch.fetch, batch.selected, batch.scores)
+                continue
+            assert batch.at is not None
+            append_new(self.store, layer, batch.at[:, :, -1], self.offsets[here], k[here], v[here])
+            kept = gather(self.store, layer, batch.at)
+            outs.append(attend_selected(query[here], *kept, self.mask[here], scale))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _select(self, layer: int, here: slice, query: torch.Tensor, scale: float) -> _MicroBatch:
+        """Score the pages of the requests in ``here``, select, and begin to read what is missing."""
         store = self.store
-        for i, (row, index) in enumerate(zip(self.rows, self.indexes, strict=True)):
+        for i in range(here.start, here.stop):
+            row, index = self.rows[i], self.indexes[i]
             num_pages = len(row.pages)
             means = index.extend_to(layer, num_pages - 1, row.state.pages, store.table)
             scores = score_pages(query[i], means, num_pages, self.local[i], self.budget, scale)
             self.scores[i, :, :num_pages] = scores
-        at = fetch_selected(store, layer, self.states, select_pages(self.scores, self.budget), self.scores)
-        append_new(store, layer, at[:, :, -1], self.offsets, k, v)
-        return attend_selected(query, *gather(store, layer, at), self.mask, scale)
+        selected = select_pages(self.scores[here], self.budget)
+        fetch = begin_fetch(store, layer, self.states[here], selected)
+        return _MicroBatch(selected, self.scores[here], fetch)
 
 
 class CoveredRow:

@@ -31,6 +31,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         window_multiple: window cache size as a multiple of the budget.
         fetch_mode: how decode reads pages that are on SSD: "blockwise", "hierarchical", "balanced" or "layerwise"
             (docs/decode_step.md); never changes an answer.
+        micro_batch: decoding requests per micro-batch, whose selection, reads and attention overlap with the others'; 0 cuts a
+            batch that may read from SSD into four and leaves others whole; never changes an answer.
         eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".
         window_profile: file of `kvdrive profile`; what uniform windows would take is shared among layers and KV heads.
         num_sink_tokens, local_window_tokens: always attended, inside the budget.
@@ -58,6 +60,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     budget_tokens: Positive | Literal["all"] = 1024
     window_multiple: Positive = 2
     fetch_mode: FetchMode = "blockwise"
+    micro_batch: NotNegative = 0
     eviction: EvictionName = DEFAULT_EVICTION
     window_profile: str | None = None
     num_sink_tokens: NotNegative = 4

@@ -16,6 +16,7 @@ from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import ConfigError, DataDirForeign
 from kv_tier.meta.fingerprint import engine_fingerprint, tokenizer_identity, weights_identity
+from kv_tier.pipeline import Pipeline
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpaceLimits, SpanStore, raise_descriptor_limit
 from kv_tier.store import StoreLimits, TieredStore, require_capacity
@@ -181,7 +182,8 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
             f"{config.data_dir} holds {spans.num_foreign} spans of another model, layout or format; name another "
             f"data_dir, delete them, or drop strict_data_dir"
         )
-    store = TieredStore(geometry, limits, budget, spans, fetch_mode=config.fetch_mode)
+    pipeline = Pipeline(config.micro_batch)
+    store = TieredStore(geometry, limits, budget, spans, fetch_mode=config.fetch_mode, pipeline=pipeline)
     logger.info(
         "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, data directory %s with %d spans",
         limits.num_frames,

@@ -322,7 +322,7 @@ class RingEngine:
             return
         number, pending = found
         while pending.left:
-            self._reap(pending.left if len(self._batches) == 1 else 1)
+            self._reap(pending.left)  # other batches' completions count too: never more than must come
         del self._batches[number]
         retry = (batch.results >= 0) & (batch.results < batch.lengths)
         retry |= (batch.results == -errno.EINTR) | (batch.results == -errno.EAGAIN)

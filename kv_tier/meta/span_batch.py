@@ -95,6 +95,7 @@ class PageBatch:
         self.lost: list[LostPages] = []
         self.wants: list[Wants] = []
         self._plan: _Plan | None = None
+        self._waited = False
         files: list[tuple[FileSystem, int]] = []
         offsets: list[Ints] = []
         for want in wants:
@@ -113,7 +114,7 @@ class PageBatch:
 
     @property
     def is_done(self) -> bool:
-        return self._plan is None or self.path.engine.is_done(self._plan.batch)
+        return self._plan is None or self._waited or self.path.engine.is_done(self._plan.batch)
 
     def _make_plan(self, files: list[tuple[FileSystem, int]], places: list[Ints], gap_bytes: int) -> _Plan:
         counts = [len(want.heads) for want in self.wants]
@@ -139,13 +140,19 @@ class PageBatch:
         batch = ReadBatch(files, owner[first], start, lengths, buffer, at)
         return _Plan(owner, index, offsets, np.cumsum(begins) - 1, batch)
 
+    def wait(self) -> None:
+        """Block until every read is over."""
+        if self._plan is not None and not self._waited:
+            self.path.engine.wait(self._plan.batch)
+            self._waited = True
+
     def finish(self) -> Pages:
         """Wait, check every page and hand it out; call once."""
+        self.wait()
         plan = self._plan
         if plan is None:
             return Pages(np.zeros(0, np.int64), np.zeros((0, self.page_bytes), np.uint8), self.lost)
         batch = plan.batch
-        self.path.engine.wait(batch)
         if not self.path.direct:
             for fs, fd in batch.files:
                 fs.drop_cache(fd)

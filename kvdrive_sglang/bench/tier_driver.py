@@ -22,7 +22,7 @@ from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep, Writer
-from kv_tier.store import StoreLimits, TieredStore
+from kv_tier.store import PAGES_PER_CLUSTER, StoreLimits, TieredStore
 from kv_tier.within_budget import WARM_UP_QUERIES, warm_up
 
 IDENTITY = Identity(fingerprint=b"b" * 32, selection=b"b" * 32)
@@ -68,6 +68,7 @@ class TierSession:
         tokens: the whole sequence.
         num_prompt: tokens of it, whole pages, that are sealed or attached.
         last_queries: layer -> [token, kv_head, group, head_dim] of the prompt's last tokens.
+        pages_per_cluster: how finely spans that are sealed here are packed.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class TierSession:
         num_prompt: int,
         setup: Setup,
         last_queries: Callable[[int], torch.Tensor],
+        *,
+        pages_per_cluster: int = PAGES_PER_CLUSTER,
     ) -> None:
         self.geometry = geometry
         self.setup = setup
@@ -91,7 +94,13 @@ class TierSession:
         limits = StoreLimits(num_pages, min(frames, num_pages), num_pages, 2, 1)
         budget = Budget(BUDGET_TOKENS // geometry.page_size, SINK_TOKENS, LOCAL_TOKENS, geometry.page_size)
         self.store = TieredStore(
-            geometry, limits, budget, self.spans, fetch_mode=setup.mode, warm_up=setup.warm
+            geometry,
+            limits,
+            budget,
+            self.spans,
+            fetch_mode=setup.mode,
+            warm_up=setup.warm,
+            pages_per_cluster=pages_per_cluster,
         )
         self.tokens = np.array(tokens, dtype=np.uint32)
         self.keys = page_keys(self.tokens[:num_prompt], geometry.page_size)
@@ -99,8 +108,8 @@ class TierSession:
         self.num_tokens = 0
         self.costs = Costs()
         self._fetch_s = 0.0
-        self._time(self.store.fetcher, "read_misses")
-        self._time(self.store.fetcher, "look_ahead")
+        for name in ("start", "finish", "look_ahead"):
+            self._time(self.store.fetcher, name)
 
     def __enter__(self) -> Self:
         return self
@@ -115,10 +124,11 @@ class TierSession:
         """Add the time of every call of a method to the step's fetch time."""
         method = getattr(owner, name)
 
-        def timed(*args: Any) -> None:
+        def timed(*args: Any) -> Any:
             begin = time.perf_counter()
-            method(*args)
+            result = method(*args)
             self._fetch_s += time.perf_counter() - begin
+            return result
 
         setattr(owner, name, timed)
 

@@ -24,6 +24,7 @@ def test_defaults_and_round_trip_through_the_linker_flag() -> None:
         ("budget_tokens", 0),
         ("budget_tokens", "some"),
         ("window_multiple", 0),
+        ("micro_batch", -1),
         ("num_sink_tokens", -1),
         ("local_window_tokens", 0),
         ("eviction", "random"),

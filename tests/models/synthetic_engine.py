@@ -16,6 +16,7 @@ from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
+from kv_tier.pipeline import Pipeline
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
@@ -110,6 +111,7 @@ class SyntheticEngine:
         fetch_mode: FetchMode = "blockwise",
         read_path: str = "best",
         warm_up: bool = True,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.geometry = geometry
         self.append = append or AppendRule("exact")
@@ -135,6 +137,7 @@ class SyntheticEngine:
             fetch_mode=fetch_mode,
             read_path=make_read_path(read_path, self.data_dir.spans_fd),
             warm_up=warm_up,
+            pipeline=pipeline,
         )
         self.sessions: list[Session] = []
         self._free_pages = list(range(1, num_pages))
