@@ -28,7 +28,8 @@ Ints = npt.NDArray[np.int64]
 ALIGNMENT = 4096  # of memory, and of offsets and lengths where the device has no finer grid
 FINE_GRID = 512
 THREADS = 8
-RING_ENTRIES = 256
+RING_ENTRIES = 1024
+INLINE_READS = 16
 
 
 def aligned_bytes(length: int) -> Bytes:
@@ -194,13 +195,16 @@ _PARAMS = struct.Struct(
 class _Pending:
     batch: ReadBatch
     left: int
+    submitted: Future[None] | None = None
 
 
 class RingEngine:
     """Read through io_uring, spoken over raw system calls; a whole batch costs one or two of them.
 
-    The kernel reads the submission ring inside ``io_uring_enter``, on the calling thread, and is asked for
-    completions there too, so that plain stores and loads are enough.
+    The kernel takes what is submitted inside ``io_uring_enter``: microseconds for each read, and until there is room once
+    the device's queue is full. So a batch of more than ``INLINE_READS`` is submitted by a thread of the engine's own,
+    while the caller computes. The ring's memory is the caller's alone: it fills entries before it hands them over, and
+    takes completions after the thread is through with the batch, so that plain stores and loads are enough.
 
     Raises:
         RingUnavailable: no ring is to be had here.
@@ -220,6 +224,7 @@ class RingEngine:
         self._batches: dict[int, _Pending] = {}
         self._number = 0
         self._in_flight = 0
+        self._submitter = ThreadPoolExecutor(1, thread_name_prefix="kvdrive-submit")
 
     def _map(self, raw: bytes) -> None:
         fields = _PARAMS.unpack(raw)
@@ -271,7 +276,10 @@ class RingEngine:
             self._sqes[at] = entries
             self._sq_tail[0] = (int(self._sq_tail[0]) + len(now)) % 2**32
             self._in_flight += len(now)
-            self._enter(len(now), 0)
+            if len(now) > INLINE_READS:
+                self._batches[number].submitted = self._submitter.submit(self._enter, len(now), 0)
+            else:
+                self._enter(len(now), 0)
 
     def _enter(self, submit: int, complete: int) -> None:
         while submit or complete:
@@ -280,7 +288,6 @@ class RingEngine:
             except OSError as error:
                 if error.errno not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
-                self._harvest()
                 continue
             submit -= done
             complete = 0
@@ -312,15 +319,20 @@ class RingEngine:
 
     def is_done(self, batch: ReadBatch) -> bool:
         found = self._pending(batch)
-        if found is not None and found[1].left:
+        if found is None:
+            return True
+        submitted = found[1].submitted
+        if submitted is None or submitted.done():
             self._harvest()
-        return found is None or found[1].left == 0
+        return found[1].left == 0
 
     def wait(self, batch: ReadBatch) -> None:
         found = self._pending(batch)
         if found is None:
             return
         number, pending = found
+        if pending.submitted is not None:
+            pending.submitted.result()
         while pending.left:
             self._reap(pending.left)  # other batches' completions count too: never more than must come
         del self._batches[number]
@@ -332,6 +344,7 @@ class RingEngine:
     def close(self) -> None:
         for pending in list(self._batches.values()):
             self.wait(pending.batch)
+        self._submitter.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -17,6 +17,7 @@ import numpy as np
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import FileSystem
 from kv_tier.meta.read_engine import ALIGNMENT, Bytes, Ints, ReadBatch, ReadPath, aligned_bytes
+from kv_tier.meta.span_format import crc32c_rows
 from kv_tier.meta.span_reader import SpanFile
 
 GAP_BYTES = 4096
@@ -70,11 +71,12 @@ class Pages:
 
 @dataclass
 class _Plan:
-    """Pages in file order: which want they come from, where they lie, which read brings them."""
+    """Pages in file order: which want they come from, where they lie, their checksums, which read brings them."""
 
     owner: Ints
     index: Ints  # within the want
     offsets: Ints
+    crcs: np.ndarray
     read_of: Ints
     batch: ReadBatch
 
@@ -97,30 +99,32 @@ class PageBatch:
         self._plan: _Plan | None = None
         self._waited = False
         files: list[tuple[FileSystem, int]] = []
-        offsets: list[Ints] = []
+        places: list[tuple[Ints, np.ndarray]] = []
         for want in wants:
             try:
                 files.append(want.span.kv_file(path.direct))
-                offsets.append(want.span.page_offsets(layer, want.heads, want.ordinals))
+                places.append(want.span.page_places(layer, want.heads, want.ordinals))
             except (CorruptExtentError, ExtentIoError) as error:
-                del files[len(offsets) :]
+                del files[len(places) :]
                 self.lost.append(LostPages(want.span, want.ordinals, want.rows, error))
                 continue
             self.wants.append(want)
         self.page_bytes = wants[0].span.header.page_head_bytes if wants else 0
         if self.wants:
-            self._plan = self._make_plan(files, offsets, gap_bytes)
+            self._plan = self._make_plan(files, places, gap_bytes)
             path.engine.start(self._plan.batch)
 
     @property
     def is_done(self) -> bool:
         return self._plan is None or self._waited or self.path.engine.is_done(self._plan.batch)
 
-    def _make_plan(self, files: list[tuple[FileSystem, int]], places: list[Ints], gap_bytes: int) -> _Plan:
+    def _make_plan(
+        self, files: list[tuple[FileSystem, int]], places: list[tuple[Ints, np.ndarray]], gap_bytes: int
+    ) -> _Plan:
         counts = [len(want.heads) for want in self.wants]
         owner = np.repeat(np.arange(len(counts)), counts)
         index = np.concatenate([np.arange(n) for n in counts])
-        offsets = np.concatenate(places)
+        offsets, crcs = (np.concatenate(part) for part in zip(*places, strict=True))
         order = np.lexsort((offsets, owner))
         owner, index, offsets = owner[order], index[order], offsets[order]
         size, grid = self.page_bytes, self.path.grid
@@ -138,7 +142,7 @@ class PageBatch:
         at = np.cumsum(padded) - padded
         buffer = aligned_bytes(int(padded.sum()))
         batch = ReadBatch(files, owner[first], start, lengths, buffer, at)
-        return _Plan(owner, index, offsets, np.cumsum(begins) - 1, batch)
+        return _Plan(owner, index, offsets, crcs[order], np.cumsum(begins) - 1, batch)
 
     def wait(self) -> None:
         """Block until every read is over."""
@@ -159,8 +163,9 @@ class PageBatch:
         rows = np.concatenate([want.rows for want in self.wants])
         starts = np.cumsum([0, *(len(want.rows) for want in self.wants)])[plan.owner]
         rows = rows[starts + plan.index]
-        data = self._extract(plan, np.flatnonzero(rows >= 0))
-        data[~self._check(plan, rows, data)] = 0
+        kept = np.flatnonzero(rows >= 0)
+        data = self._extract(plan, kept)
+        data[~self._check(plan, rows, kept, data)] = 0
         num_bytes = int(np.maximum(batch.results, 0).sum())
         return Pages(rows[rows >= 0], data, self.lost, num_bytes, len(batch))
 
@@ -173,30 +178,19 @@ class PageBatch:
         data: Bytes = batch.buffer.reshape(-1, unit)[chosen].reshape(len(kept), self.page_bytes)
         return data
 
-    def _check(self, plan: _Plan, rows: Ints, data: Bytes) -> Bools:
+    def _check(self, plan: _Plan, rows: Ints, kept: Ints, data: Bytes) -> Bools:
         """Return which of the kept pages (rows of ``data``) are sound; the others go to ``lost``."""
         batch = plan.batch
-        arrived = (batch.results >= batch.lengths)[plan.read_of]
-        good = arrived[rows >= 0]
-        position = np.cumsum(rows >= 0) - 1  # of a page in ``data``
-        ends = np.cumsum(np.bincount(plan.owner, minlength=len(self.wants)))
-        for want, end, count in zip(
-            self.wants, ends.tolist(), np.diff(ends, prepend=0).tolist(), strict=True
-        ):
-            mine = np.arange(end - count, end)
-            mine = mine[rows[mine] >= 0]
-            missing = mine[~arrived[mine]]
+        arrived = (batch.results >= batch.lengths)[plan.read_of[kept]]
+        good: Bools = arrived & (np.array(crc32c_rows(data), np.uint32) == plan.crcs[kept])
+        for number in np.unique(plan.owner[kept[~good]]).tolist():
+            want, mine = self.wants[number], plan.owner[kept] == number
+            missing, bad = kept[mine & ~arrived], kept[mine & arrived & ~good]
             if len(missing):
-                self._lose(
-                    want, plan, rows, missing, _error_of(want.span, batch, int(plan.read_of[missing[0]]))
-                )
-            here = mine[arrived[mine]]
-            heads, ordinals = want.heads[plan.index[here]], want.ordinals[plan.index[here]]
-            sound = want.span.good_pages(self.layer, heads, ordinals, data[position[here]])
-            if not sound.all():
-                bad = here[~sound]
-                good[position[bad]] = False
-                pages = sorted(set(ordinals[~sound].tolist()))
+                error = _error_of(want.span, batch, int(plan.read_of[missing[0]]))
+                self._lose(want, plan, rows, missing, error)
+            if len(bad):
+                pages = sorted(set(want.ordinals[plan.index[bad]].tolist()))
                 message = f"{want.span.path}: layer {self.layer}: pages {pages} fail their checksum"
                 self._lose(want, plan, rows, bad, CorruptExtentError(message, pages))
         return good

@@ -298,31 +298,23 @@ class SpanFile:
         """
         if not direct:
             return self._fs, self.fd
-        with _opening, naming("open", self.path):
-            if self._direct_fd < 0:
-                self._direct_fd = self._fs.reopen(self.fd, os.O_RDONLY | os.O_DIRECT)
+        if self._direct_fd < 0:
+            with _opening, naming("open", self.path):
+                if self._direct_fd < 0:
+                    self._direct_fd = self._fs.reopen(self.fd, os.O_RDONLY | os.O_DIRECT)
         return self._fs, self._direct_fd
 
-    def page_offsets(self, layer: int, heads: Raw, ordinals: Raw) -> npt.NDArray[np.int64]:
-        """Return where pages lie in the file ([n] bytes), for pairs of KV head and page ordinal. Raises as ``tables``."""
-        header = self.header
-        places = heads * header.num_pages + self.place_of[layer, heads, ordinals]
-        offsets: npt.NDArray[np.int64] = self._kv_offset(layer) + places * header.page_head_bytes
-        return offsets
+    def page_places(
+        self, layer: int, heads: Raw, ordinals: Raw
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """Return where pages lie in the file ([n] bytes) and their CRC-32C ([n]), for pairs of KV head and page ordinal.
 
-    def good_pages(self, layer: int, heads: Raw, ordinals: Raw, rows: Bytes) -> npt.NDArray[np.bool_]:
-        """Check the bytes of pages against their checksums.
-
-        Args:
-            heads, ordinals: [n]; rows: [n, page_head_bytes] uint8, C-contiguous.
-
-        Returns:
-            [n] whether a page is what was written.
+        Raises: as ``tables``.
         """
-        tables = self.tables
-        expected = tables.page_crcs[layer, heads, tables.place_of[layer, heads, ordinals]]
-        good: npt.NDArray[np.bool_] = np.array(crc32c_rows(rows), np.uint32) == expected
-        return good
+        header, tables = self.header, self.tables
+        places = tables.place_of[layer, heads, ordinals]
+        offsets = self._kv_offset(layer) + (heads * header.num_pages + places) * header.page_head_bytes
+        return offsets, tables.page_crcs[layer, heads, places]
 
     def _kv_offset(self, layer: int) -> int:
         assert 0 <= layer < self.header.num_layers, (layer, self.header.num_layers)
