@@ -655,7 +655,8 @@ def _cost(rows: Rows, key: str, title: str, unit: str) -> Plot:
 def pipeline(rows: Rows) -> Iterator[Plot]:
     """Draw the time of a step, sequential against pipelined, by batch."""
     found = [
-        {**row, "group": f"batch {row['batch']}"} for row in having(rows, ["mode"], ["batch", "ms_per_token"])
+        {**row, "group": f"{row['load']}, batch {row['batch']}" if "load" in row else f"batch {row['batch']}"}
+        for row in having(rows, ["mode"], ["batch", "ms_per_token"])
     ]
     if not found:
         return

@@ -40,9 +40,9 @@ from kv_tier.meta.span_batch import PageBatch, Wants
 from kv_tier.meta.span_file import write_span
 from kv_tier.spans import SealJob
 from kv_tier.steps import DecodeStep, ExtendStep
-from kv_tier.window import WindowCaches
 from kv_tier.within_budget import WARM_UP_QUERIES
 from kvdrive_sglang.bench.engines import BenchFailed, Progress, model_path, scratch
+from kvdrive_sglang.bench.made_up import HEAD_DIM, PAGE, drifting, page_topics, stays_for
 from kvdrive_sglang.bench.report import BenchResult
 from kvdrive_sglang.bench.texts import ModelTokenizer, prompts
 from kvdrive_sglang.bench.tier_driver import Costs, Layers, Setup, TierSession, describe_path
@@ -460,49 +460,7 @@ def record_real(progress: Progress) -> Subject:
     )
 
 
-HEADS, GROUP, HEAD_DIM, PAGE = 8, 4, 128, 8
-TOPIC_PAGES = 8  # pages of a topic lie anywhere in their stretch
-
-
-def page_topics(num_pages: int, heads: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw page means [page, head, HEAD_DIM]: half a topic of the stretch, half the page's own."""
-    per_stretch = 1024 // PAGE
-    topics = torch.randn(-(-num_pages // TOPIC_PAGES), heads, HEAD_DIM, generator=generator)
-    stretch = torch.arange(num_pages) // per_stretch * (per_stretch // TOPIC_PAGES)
-    chosen = stretch + torch.randint(per_stretch // TOPIC_PAGES, (num_pages,), generator=generator)
-    own = torch.randn(num_pages, heads, HEAD_DIM, generator=generator)
-    return (topics[chosen % len(topics)] + own) / 2**0.5
-
-
-def drifting(steps: int, stay: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw queries [step, head, HEAD_DIM] that keep ``stay`` ([head]) of themselves from step to step."""
-    now = torch.randn(len(stay), HEAD_DIM, generator=generator)
-    out = []
-    for _ in range(steps):
-        out.append(now)
-        fresh = torch.randn(now.shape, generator=generator)
-        now = stay[:, None] * now + (1 - stay[:, None] ** 2).sqrt() * fresh
-    return torch.stack(out)
-
-
-def stays_for(rates: np.ndarray, steps: int, num_pages: int) -> np.ndarray:
-    """Find the drift whose window cache hits as often as each of ``rates``, by trying many drifts once."""
-    generator = torch.Generator().manual_seed(1)
-    stays = 1 - np.logspace(-4, -0.3, 24)
-    budget = 1024 // PAGE
-    means = page_topics(num_pages, 1, generator)[:, 0]
-    queries = drifting(steps, torch.tensor(stays, dtype=torch.float32), generator)
-    geometry = Geometry(num_layers=1, num_kv_heads=len(stays), head_dim=1, page_size=1)
-    windows = WindowCaches(geometry, np.full((1, len(stays)), 2 * budget), num_pages, 1)
-    row = np.array([windows.lend().row])
-    for query in queries:
-        scores = query @ means.T
-        chosen = scores.topk(budget, dim=1).indices.sort(dim=1).values
-        windows.admit(0, row, chosen[None].numpy(), scores[None].numpy())
-    hits = windows.hits[0, 0] / (windows.hits[0, 0] + windows.misses[0, 0])
-    order = np.argsort(hits)
-    found: np.ndarray = np.interp(rates, hits[order], stays[order])
-    return found
+HEADS, GROUP = 8, 4
 
 
 def make_shape(rates: np.ndarray, num_layers: int) -> Subject:

@@ -1,0 +1,162 @@
+"""Drive a store with a batch of made-up requests, without SGLang: what the pipeline benchmark and `kvdrive tune` time.
+
+One prompt is sealed once. Every request is attached to its spans under logical pages of its own, so that nothing is shared
+but the files; a part of its pages is in frames, the rest on SSD alone, read past the page cache.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from kv_tier.layer_stream import LayerStream
+from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.page_keys import page_keys
+from kv_tier.pipeline import Pipeline
+from kv_tier.request import Row
+from kv_tier.selection import Budget
+from kv_tier.spans import SpanStore
+from kv_tier.steps import DecodeStep
+from kv_tier.store import StoreLimits, TieredStore
+from kvdrive_sglang.bench.made_up import Inputs
+from kvdrive_sglang.bench.tier_driver import IDENTITY, LOCAL_TOKENS, SINK_TOKENS, Setup, TierSession
+
+SEAL = Setup("seal", "blockwise", 0.25, False)
+
+
+def seal(inputs: Inputs, directory: Path, pages_per_cluster: int) -> None:
+    """Write the prompt's spans into a new data directory."""
+    with TierSession(
+        directory,
+        inputs.geometry,
+        inputs.tokens,
+        inputs.num_prompt,
+        SEAL,
+        lambda layer: inputs.queries[layer][0],
+        pages_per_cluster=pages_per_cluster,
+    ) as session:
+        session.seal(lambda layer: (inputs.k[layer], inputs.v[layer]))
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one decode step of the batch took: seconds, of these waiting for reads, and what was read."""
+
+    step_s: float
+    wait_s: float
+    bytes_read: int
+    reads: int
+
+
+class BatchSession:
+    """A batch of requests over one store.
+
+    Args:
+        directory: where ``seal`` wrote.
+        batch: requests, at most those of ``inputs``.
+        budget_tokens: attended per step.
+        window_multiple: window caches, in budgets.
+        frame_share: frames for so much of the requests' pages, evenly spread.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        directory: Path,
+        batch: int,
+        *,
+        budget_tokens: int,
+        window_multiple: int,
+        frame_share: float,
+    ) -> None:
+        self.inputs, self.batch = inputs, batch
+        geometry = inputs.geometry
+        self.scale = geometry.head_dim**-0.5
+        per_request = geometry.num_pages(inputs.num_prompt + inputs.num_steps)
+        num_resident = int(frame_share * geometry.num_pages(inputs.num_prompt))
+        num_frames = batch * (num_resident + per_request - geometry.num_pages(inputs.num_prompt)) + 2
+        limits = StoreLimits(batch * per_request + 1, num_frames, per_request + 1, window_multiple, batch)
+        budget = Budget(budget_tokens // geometry.page_size, SINK_TOKENS, LOCAL_TOKENS, geometry.page_size)
+        self.data_dir = DataDir.open(directory, role="engine")
+        self.spans = SpanStore(self.data_dir, geometry, IDENTITY, ssd_bytes=1 << 40)
+        self.store = TieredStore(geometry, limits, budget, self.spans)
+        order = torch.randperm(batch * per_request, generator=torch.Generator().manual_seed(0)) + 1
+        self.pages = list(order.split(per_request))
+        self._attach(num_resident)
+        self.restart()
+        with torch.inference_mode():
+            self.step(Pipeline())  # fills the indexes
+        self.restart()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.store.close()
+        self.data_dir.close()
+
+    def _attach(self, num_resident: int) -> None:
+        inputs, num_pages = self.inputs, self.inputs.geometry.num_pages(self.inputs.num_prompt)
+        tokens = np.array(inputs.tokens[: inputs.num_prompt], dtype=np.uint32)
+        keys = page_keys(tokens, inputs.geometry.page_size)
+        resident = np.linspace(0, num_pages, num_resident, endpoint=False).astype(np.int64)
+        for pages in self.pages:
+            assert self.store.attach(pages[:num_pages].numpy(), keys), "the prompt is not in its spans"
+            if num_resident:
+                kept = pages[resident].numpy()
+                stream = LayerStream(self.store, [kept], keep=True)
+                for layer in range(inputs.geometry.num_layers):
+                    stream.gather(layer, kept)
+                stream.finish()
+                assert (self.store.table.frames[kept] > 0).all(), "the frames do not hold their share"
+
+    def restart(self) -> None:
+        """Begin again after the prompt, with empty window caches; indexes stay."""
+        store, num_pages = self.store, self.inputs.geometry.num_pages(self.inputs.num_prompt)
+        windows = store.windows
+        assert windows is not None
+        for row, pages in enumerate(self.pages):
+            store.release_pages(pages[num_pages:].numpy())
+            window, _ = store.device_memory(store.request(row, 1))
+            window.drop(np.arange(len(pages)))
+            windows.eviction.forget(window.row)
+        self.position = self.inputs.num_prompt
+
+    def step(self, pipeline: Pipeline) -> tuple[torch.Tensor, StepCost]:
+        """Decode one token of every request; returns the attention outputs, [layer, request, kv_head, group, head_dim]."""
+        store, inputs, position = self.store, self.inputs, self.position
+        geometry, number = inputs.geometry, self.position - inputs.num_prompt
+        size, count = geometry.page_size, geometry.num_pages(position + 1)
+        store.pipeline = pipeline
+        counters, fetcher = store.counters, store.fetcher
+        waited_ns, num_bytes, reads = fetcher.waited_ns, counters.bytes_read, counters.reads
+        begin = time.perf_counter()
+        rows = [
+            Row(store.request(row, 1), pages[:count], position, position + 1)
+            for row, pages in enumerate(self.pages)
+        ]
+        slots = torch.stack([pages[position // size] * size + position % size for pages in self.pages])
+        planned = DecodeStep(store, rows, slots)
+        outs = []
+        for layer in range(geometry.num_layers):
+            k, v = (t[layer][position].expand(self.batch, -1, -1) for t in (inputs.k, inputs.v))
+            query = inputs.queries[layer][number, : self.batch]
+            outs.append(planned.attend(layer, query, k, v, self.scale))
+        step_s = time.perf_counter() - begin
+        assert all(row.state.failure is None for row in rows), [row.state.failure for row in rows]
+        self.position += 1
+        cost = StepCost(
+            step_s,
+            (fetcher.waited_ns - waited_ns) / 1e9,
+            counters.bytes_read - num_bytes,
+            counters.reads - reads,
+        )
+        return torch.stack(outs), cost

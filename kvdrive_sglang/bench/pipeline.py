@@ -1,0 +1,186 @@
+"""kvdrive bench pipeline: what overlapping selection, reads and attention of micro-batches saves.
+
+A batch of requests over 32K tokens of an 8B model's shape (8 KV heads, group 4, head_dim 128; two of its layers, times scaled
+to 32), budget 1024, window caches of twice the budget, frames for a quarter of the KV, no page cache. Keys, values and
+queries are made up; they drift so fast that a window cache hits .95 of its lookups, as recorded with SmolLM2 (8K tokens), or
+.8, as the paper reports for its models. A third load is the first step after a resume, whose window caches are empty.
+
+The plans of one executor, in turn from step to step:
+
+- sequential: micro-batches as pipelined, but every stage waits for the former;
+- at once: one micro-batch, the whole batch;
+- pipelined: the default; the reads of all micro-batches are under way while the earlier ones attend.
+
+A row splits a step in the time it waited for reads and the rest. If sequential waits for w and computes for c, no plan takes
+less than max(w, c): ``possible`` is (w + c) over that. The summary's three ratios are the smallest over batches of 4 and
+more at hit rate .8; every other load has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from kv_tier.geometry import Geometry
+from kv_tier.pipeline import Pipeline
+from kvdrive_sglang.bench.batch_driver import BatchSession, StepCost, seal
+from kvdrive_sglang.bench.engines import BenchFailed, Progress, scratch
+from kvdrive_sglang.bench.made_up import Inputs
+from kvdrive_sglang.bench.report import BenchResult
+from kvdrive_sglang.bench.tier_driver import describe_path
+
+NAME = "pipeline"
+SUMMARY_KEYS = ("sequential_over_pipelined", "at_once_over_pipelined", "possible", "outputs_equal")
+RATIOS = SUMMARY_KEYS[:3]
+
+GEOMETRY = Geometry(num_layers=2, num_kv_heads=8, head_dim=128)
+GROUP, ALL_LAYERS = 4, 32
+PROMPT, STEPS, FIRST_STEPS = 32768, 21, 3
+BUDGET_TOKENS, WINDOW_MULTIPLE, FRAME_SHARE = 1024, 2, 0.25
+PAGES_PER_CLUSTER = 8
+HIT_RATES, MAIN_RATE, FIRST_STEP = (0.95, 0.8), 0.8, "first step"
+BATCHES, LEAST_BATCH = (1, 4, 8), 4
+REPEATS = 3
+
+
+def plans_for(batch: int) -> dict[str, Pipeline]:
+    """Return the plans that are compared, by mode."""
+    auto = Pipeline()
+    begin, end = auto.plan(batch, reads=True).parts[0]
+    return {"sequential": Pipeline(end - begin, ahead=0), "at once": Pipeline(batch), "pipelined": auto}
+
+
+def run(full: bool, progress: Progress) -> BenchResult:
+    """Measure; ``full`` repeats twice as often.
+
+    Raises:
+        BenchFailed: two plans computed different bits.
+    """
+    rows: list[dict[str, Any]] = []
+    with scratch() as directory:
+        read_path = describe_path(directory / "probe")
+        for hit_rate in HIT_RATES:
+            progress(f"making up {PROMPT:,} tokens of an 8B model's shape, hit rate {hit_rate}")
+            inputs = Inputs(GEOMETRY, GROUP, PROMPT, STEPS, max(BATCHES), hit_rate)
+            place = directory / f"hits-{hit_rate}"
+            seal(inputs, place, PAGES_PER_CLUSTER)
+            for batch in BATCHES:
+                rows += compare(inputs, place, batch, 2 * REPEATS if full else REPEATS, progress)
+    return BenchResult(NAME, rows, {**summarise(rows), "read_path": read_path, "outputs_equal": True})
+
+
+def compare(
+    inputs: Inputs, directory: Path, batch: int, repeats: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Time every plan over the same steps; one row per load and mode."""
+    plans = plans_for(batch)
+    with BatchSession(
+        inputs,
+        directory,
+        batch,
+        budget_tokens=BUDGET_TOKENS,
+        window_multiple=WINDOW_MULTIPLE,
+        frame_share=FRAME_SHARE,
+    ) as session:
+        costs = alternate(session, plans, repeats, progress)
+    loads = {load_name(inputs.hit_rate): range(FIRST_STEPS, inputs.num_steps)}
+    if inputs.hit_rate == MAIN_RATE:
+        loads[FIRST_STEP] = range(1)
+    return [
+        {
+            "load": load,
+            "batch": batch,
+            "mode": mode,
+            "micro_batch": plans[mode].plan(batch, reads=True).parts[0][1],
+            **figures([cost for number in numbers for cost in costs[mode][number]]),
+        }
+        for load, numbers in loads.items()
+        for mode in plans
+    ]
+
+
+def load_name(hit_rate: float) -> str:
+    return f"hits {hit_rate}"
+
+
+def alternate(
+    session: BatchSession, plans: Mapping[str, Pipeline], repeats: int, progress: Progress
+) -> dict[str, list[list[StepCost]]]:
+    """Run the same steps again and again, the plan changing from step to step, until each plan ran each step ``repeats``
+    times.
+
+    What is resident does not depend on plans, so that a step has the same work under each.
+
+    Returns:
+        costs by mode and step.
+
+    Raises:
+        BenchFailed: two plans computed different bits.
+    """
+    modes, num_steps = list(plans), session.inputs.num_steps
+    costs: dict[str, list[list[StepCost]]] = {mode: [[] for _ in range(num_steps)] for mode in plans}
+    expected: list[torch.Tensor] = []
+    turns = repeats * len(modes)
+    with torch.inference_mode():
+        for turn in range(turns):
+            progress(
+                f"{load_name(session.inputs.hit_rate)}, batch {session.batch}: turn {turn + 1} of {turns}"
+            )
+            session.restart()
+            for number in range(num_steps):
+                mode = modes[(number + turn) % len(modes)]
+                out, cost = session.step(plans[mode])
+                costs[mode][number].append(cost)
+                if turn == 0:
+                    expected.append(out)
+                elif not torch.equal(out, expected[number]):
+                    first = modes[number % len(modes)]
+                    raise BenchFailed(
+                        f"batch {session.batch}, step {number}: {mode} computes other bits than {first}"
+                    )
+    session.store.check_integrity()
+    return costs
+
+
+def figures(costs: Sequence[StepCost]) -> dict[str, float]:
+    """Return what a step takes, scaled to all layers: medians."""
+    scale = ALL_LAYERS / GEOMETRY.num_layers
+    step_ms, wait_ms = (
+        1e3 * scale * median(seconds)
+        for seconds in ([cost.step_s for cost in costs], [cost.wait_s for cost in costs])
+    )
+    return {
+        "ms_per_token": step_ms,
+        "wait_ms": wait_ms,
+        "compute_ms": step_ms - wait_ms,
+        "mib_per_step": scale * median(cost.bytes_read for cost in costs) / 2**20,
+        "reads_per_step": scale * median(cost.reads for cost in costs),
+    }
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the ratios of every load and batch, and the smallest of those that count."""
+    by_case: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault((row["load"], row["batch"]), {})[row["mode"]] = row
+    ratios = {case: ratios_of(by_mode) for case, by_mode in by_case.items()}
+    counted = [ratios[case] for case in ratios if case[0] == load_name(MAIN_RATE) and case[1] >= LEAST_BATCH]
+    summary = {key: min(one[key] for one in counted) for key in RATIOS}
+    for (load, batch), one in ratios.items():
+        name = f"{load.replace(' ', '_')}_batch_{batch}"
+        summary |= {f"{name}_{key}": value for key, value in one.items()}
+    return summary
+
+
+def ratios_of(by_mode: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Compare the modes of one load and batch."""
+    sequential, pipelined = by_mode["sequential"], by_mode["pipelined"]["ms_per_token"]
+    return {
+        "sequential_over_pipelined": sequential["ms_per_token"] / pipelined,
+        "at_once_over_pipelined": by_mode["at once"]["ms_per_token"] / pipelined,
+        "possible": sequential["ms_per_token"] / max(sequential["wait_ms"], sequential["compute_ms"]),
+    }
