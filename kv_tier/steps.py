@@ -343,3 +343,5 @@ class DecodeStep:
         if self.rows:
             self.rows[0].state.figures.bytes_read += self.stream.bytes_read
         self.stream.finish()
+        if store.trace is not None:
+            store.trace.flush()

@@ -28,6 +28,7 @@ from kv_tier.restore import Costs
 from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
 from kv_tier.staging import Staging
+from kv_tier.trace import Trace
 from kv_tier.window import Window, WindowCaches
 from kv_tier.window_profile import WindowProfile
 
@@ -107,6 +108,7 @@ class TieredStore:
         pipeline: how decode batches are cut into micro-batches; never changes a number.
         pages_per_cluster: centroids of a stretch are so many times fewer than its pages; they say which pages lie side by
             side in a file, and change no number.
+        trace: receives what decode steps do when, owned from now on.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class TieredStore:
         warm_up: bool = True,
         pipeline: Pipeline | None = None,
         pages_per_cluster: int = PAGES_PER_CLUSTER,
+        trace: Trace | None = None,
     ) -> None:
         self.geometry = geometry
         self.limits = limits
@@ -128,6 +131,7 @@ class TieredStore:
         self.spans = spans
         self.pipeline = pipeline or Pipeline()
         self.pages_per_cluster = pages_per_cluster
+        self.trace = trace
         self.table = PageTable(geometry, limits.num_pages)
         self.frames = FrameArena(geometry, limits.num_frames)
         self.table.frames[0] = DUMMY_FRAME
@@ -516,6 +520,8 @@ class TieredStore:
         self.collect_sealed()
         for span in self.span_files.values():
             span.close()
+        if self.trace is not None:
+            self.trace.close()
 
 
 def _unreadable(span: SpanFile, path: ReadPath) -> set[int]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,11 @@ import torch
 from kv_tier.attention import attend_all, attend_selected
 from kv_tier.fetch import Fetch
 from kv_tier.page_table import NOWHERE
+from kv_tier.pipeline import Stage
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget, score_pages, select_pages
 from kv_tier.store import TieredStore
+from kv_tier.trace import STAGES, Trace
 from kv_tier.window import WindowCaches
 
 WARM_UP_QUERIES = 32  # of a prompt's end
@@ -184,19 +187,18 @@ class SparseBatch:
         parts = [slice(*part) for part in self.plan.parts]
         under_way: list[_MicroBatch] = []
         outs = []
+        trace = self.store.trace
         for stage, number in self.plan.order:
-            here = parts[number]
+            here, begin_ns = parts[number], 0 if trace is None else time.perf_counter_ns()
             if stage == "select":
                 under_way.append(self._select(layer, here, query, scale))
-                continue
-            batch = under_way[number]
-            if stage == "fetch":
+            elif stage == "fetch":
+                batch = under_way[number]
                 batch.at = end_fetch(self.store, batch.fetch, batch.selected, batch.scores)
-                continue
-            assert batch.at is not None
-            append_new(self.store, layer, batch.at[:, :, -1], self.offsets[here], k[here], v[here])
-            kept = gather(self.store, layer, batch.at)
-            outs.append(attend_selected(query[here], *kept, self.mask[here], scale))
+            else:
+                outs.append(self._attend(layer, here, under_way[number], query, k, v, scale))
+            if trace is not None:
+                self._note(trace, stage, number, begin_ns, [batch.fetch for batch in under_way])
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _select(self, layer: int, here: slice, query: torch.Tensor, scale: float) -> _MicroBatch:
@@ -211,6 +213,34 @@ class SparseBatch:
         selected = select_pages(self.scores[here], self.budget)
         fetch = begin_fetch(store, layer, self.states[here], selected)
         return _MicroBatch(selected, self.scores[here], fetch)
+
+    def _attend(
+        self,
+        layer: int,
+        here: slice,
+        batch: _MicroBatch,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        assert batch.at is not None
+        append_new(self.store, layer, batch.at[:, :, -1], self.offsets[here], k[here], v[here])
+        kept = gather(self.store, layer, batch.at)
+        return attend_selected(query[here], *kept, self.mask[here], scale)
+
+    def _note(self, trace: Trace, stage: Stage, number: int, begin_ns: int, fetches: Sequence[Fetch]) -> None:
+        """Trace a stage that just ended; with fetch, the reads of the micro-batch too."""
+        fetch = fetches[number]
+        about = {"layer": fetch.layer, "micro_batch": number}
+        trace.span(stage, STAGES, begin_ns, time.perf_counter_ns(), **about, requests=len(fetch.states))
+        if stage == "fetch":
+            trace.span("wait", STAGES, *fetch.waited_ns, **about)
+            if fetch.batches:
+                reads = f"reads of micro-batch {number}"
+                trace.span("io", reads, fetch.started_ns, fetch.done_ns, **about, pages=len(fetch.pages))
+        for other in fetches:
+            self.store.fetcher.look(other)
 
 
 class CoveredRow:

@@ -51,6 +51,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         monitor_every: the quality monitor repeats a decode step at twice the budget when the sequence length is a
             multiple of it; 0 is off.
         max_kl: nats; a request whose mean over 32 steps is above it gets twice the budget for the rest of its turn.
+        trace_path: file that receives a trace of the decode steps, for Chrome's or Perfetto's viewer; None writes none.
         strict_data_dir: refuse a data directory with spans of another model or layout.
         model_revision: stands for the weights in the fingerprint instead of a digest of the files.
         http_host, http_port: where the engine listens, told to the session service.
@@ -79,6 +80,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     logical_tokens: NotNegative = 0
     monitor_every: NotNegative = 0
     max_kl: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    trace_path: str | None = None
     strict_data_dir: bool = False
     model_revision: str | None = None
     http_host: str = "127.0.0.1"

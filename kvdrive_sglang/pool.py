@@ -20,6 +20,7 @@ from kv_tier.pipeline import Pipeline
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpaceLimits, SpanStore, raise_descriptor_limit
 from kv_tier.store import StoreLimits, TieredStore, require_capacity
+from kv_tier.trace import Trace
 from kv_tier.window_profile import load_profile
 from kvdrive_sglang.config import KVDriveConfig, config_of_linker
 from kvdrive_sglang.sizing import device_requests_for, frames_for
@@ -182,8 +183,15 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
             f"{config.data_dir} holds {spans.num_foreign} spans of another model, layout or format; name another "
             f"data_dir, delete them, or drop strict_data_dir"
         )
-    pipeline = Pipeline(config.micro_batch)
-    store = TieredStore(geometry, limits, budget, spans, fetch_mode=config.fetch_mode, pipeline=pipeline)
+    store = TieredStore(
+        geometry,
+        limits,
+        budget,
+        spans,
+        fetch_mode=config.fetch_mode,
+        pipeline=Pipeline(config.micro_batch),
+        trace=None if config.trace_path is None else Trace(Path(config.trace_path)),
+    )
     logger.info(
         "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, data directory %s with %d spans",
         limits.num_frames,

@@ -13,7 +13,7 @@ The plans of one executor, in turn from step to step:
 
 A row splits a step in the time it waited for reads and the rest. If sequential waits for w and computes for c, no plan takes
 less than max(w, c): ``possible`` is (w + c) over that. The summary's three ratios are the smallest over batches of 4 and
-more at hit rate .8; every other load has its own.
+more at hit rate .8; every other load has its own. ``--trace`` writes what the default plan did when, at batch 4.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 
 from kv_tier.geometry import Geometry
 from kv_tier.pipeline import Pipeline
+from kv_tier.trace import Trace
 from kvdrive_sglang.bench.batch_driver import BatchSession, StepCost, seal
 from kvdrive_sglang.bench.engines import BenchFailed, Progress, scratch
 from kvdrive_sglang.bench.made_up import Inputs
@@ -44,7 +45,7 @@ BUDGET_TOKENS, WINDOW_MULTIPLE, FRAME_SHARE = 1024, 2, 0.25
 PAGES_PER_CLUSTER = 8
 HIT_RATES, MAIN_RATE, FIRST_STEP = (0.95, 0.8), 0.8, "first step"
 BATCHES, LEAST_BATCH = (1, 4, 8), 4
-REPEATS = 3
+REPEATS, TRACED_STEPS = 3, 4
 
 
 def plans_for(batch: int) -> dict[str, Pipeline]:
@@ -61,6 +62,7 @@ def run(full: bool, progress: Progress) -> BenchResult:
         BenchFailed: two plans computed different bits.
     """
     rows: list[dict[str, Any]] = []
+    trace = ""
     with scratch() as directory:
         read_path = describe_path(directory / "probe")
         for hit_rate in HIT_RATES:
@@ -69,24 +71,30 @@ def run(full: bool, progress: Progress) -> BenchResult:
             place = directory / f"hits-{hit_rate}"
             seal(inputs, place, PAGES_PER_CLUSTER)
             for batch in BATCHES:
-                rows += compare(inputs, place, batch, 2 * REPEATS if full else REPEATS, progress)
-    return BenchResult(NAME, rows, {**summarise(rows), "read_path": read_path, "outputs_equal": True})
+                with open_session(inputs, place, batch) as session:
+                    rows += compare(session, 2 * REPEATS if full else REPEATS, progress)
+                    if (hit_rate, batch) == (MAIN_RATE, LEAST_BATCH):
+                        trace = traced_steps(session, directory / "trace.json")
+    summary = {**summarise(rows), "read_path": read_path, "outputs_equal": True}
+    return BenchResult(NAME, rows, summary, trace=trace)
 
 
-def compare(
-    inputs: Inputs, directory: Path, batch: int, repeats: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """Time every plan over the same steps; one row per load and mode."""
-    plans = plans_for(batch)
-    with BatchSession(
+def open_session(inputs: Inputs, directory: Path, batch: int) -> BatchSession:
+    return BatchSession(
         inputs,
         directory,
         batch,
         budget_tokens=BUDGET_TOKENS,
         window_multiple=WINDOW_MULTIPLE,
         frame_share=FRAME_SHARE,
-    ) as session:
-        costs = alternate(session, plans, repeats, progress)
+    )
+
+
+def compare(session: BatchSession, repeats: int, progress: Progress) -> list[dict[str, Any]]:
+    """Time every plan over the same steps; one row per load and mode."""
+    inputs, batch = session.inputs, session.batch
+    plans = plans_for(batch)
+    costs = alternate(session, plans, repeats, progress)
     loads = {load_name(inputs.hit_rate): range(FIRST_STEPS, inputs.num_steps)}
     if inputs.hit_rate == MAIN_RATE:
         loads[FIRST_STEP] = range(1)
@@ -101,6 +109,18 @@ def compare(
         for load, numbers in loads.items()
         for mode in plans
     ]
+
+
+def traced_steps(session: BatchSession, path: Path) -> str:
+    """Return a trace of the first steps of the default plan."""
+    session.restart()
+    trace = session.store.trace = Trace(path)
+    with torch.inference_mode():
+        for _ in range(TRACED_STEPS):
+            session.step(Pipeline())
+    session.store.trace = None
+    trace.close()
+    return path.read_text()
 
 
 def load_name(hit_rate: float) -> str:

@@ -30,12 +30,14 @@ class BenchResult:
         rows: one flat dict per measured case; the keys, in order of first appearance, are the columns.
         summary: the figures that are compared between runs, with the unit last in each name.
         details: what the rows were made from, one flat dict each, for the file alone.
+        trace: content of a file for Chrome's or Perfetto's viewer; None where there is none.
     """
 
     bench: str
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
     details: list[dict[str, Any]] = field(default_factory=list)
+    trace: str | None = None
 
 
 def environment() -> dict[str, Any]:

@@ -28,6 +28,7 @@ BENCHES: Final = {
     "pipeline": "kvdrive_sglang.bench.pipeline",
 }
 ALL: Final = "all"
+TRACED: Final = "pipeline"
 RESULTS: Final = Path("bench-results")
 STDOUT: Final = Path("-")
 
@@ -65,6 +66,10 @@ def bench(
             help="write the result as JSON: to this file, or alone to standard output",
         ),
     ] = None,
+    trace_path: Annotated[
+        Path | None,
+        typer.Option("--trace", help="pipeline: also write a trace, for chrome://tracing or ui.perfetto.dev"),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="more cases; takes longer")] = False,
     json_dir: Annotated[
         Path | None, typer.Option(help=f"all: write one JSON per benchmark here  [default: {RESULTS}]")
@@ -80,6 +85,8 @@ def bench(
             raise typer.BadParameter(
                 "`bench all` writes a file per benchmark: pass --json-dir", param_hint="--json"
             )
+        if trace_path is not None:
+            raise typer.BadParameter(f"pass it to `bench {TRACED}`", param_hint="--trace")
         if from_dir is not None and (html is None or json_dir is not None or full):
             raise typer.BadParameter("goes with --html alone: it measures nothing", param_hint="--from")
         bench_every(json_dir or RESULTS, full, html, from_dir)
@@ -88,6 +95,12 @@ def bench(
         raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}, {ALL}", param_hint="NAME")
     if json_dir or html or from_dir:
         raise typer.BadParameter(f"--json-dir, --html and --from belong to `bench {ALL}`", param_hint="NAME")
+    if trace_path is not None:
+        if name != TRACED:
+            raise typer.BadParameter(
+                f"`bench {name}` has no trace, `bench {TRACED}` has", param_hint="--trace"
+            )
+        check_writable(trace_path, "--trace")
     if json_path not in (None, STDOUT):
         check_writable(json_path, "--json")
     console = Console(stderr=json_path == STDOUT)
@@ -96,6 +109,9 @@ def bench(
     for table in rows_tables(result):
         console.print(table)
     console.print(summary_table(result))
+    if trace_path is not None and result.trace is not None:
+        write_whole(trace_path, result.trace, "--trace")
+        tell_written(console, trace_path)
     if json_path == STDOUT:
         typer.echo(json_text(result), nl=False)
     elif json_path is not None:

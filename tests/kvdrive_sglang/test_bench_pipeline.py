@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,10 @@ def session(inputs: Inputs, directory: Path) -> Iterator[BatchSession]:
         yield opened
 
 
-def test_rows_and_summary_of_a_small_run(
-    inputs: Inputs, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_summary_of_a_small_run(session: BatchSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "LEAST_BATCH", BATCH)
     said: list[str] = []
-    rows = pipeline.compare(inputs, directory, BATCH, 1, said.append)
+    rows = pipeline.compare(session, 1, said.append)
     assert [(row["load"], row["mode"]) for row in rows] == [
         (load, mode) for load in ("hits 0.8", "first step") for mode in ("sequential", "at once", "pipelined")
     ]
@@ -87,6 +86,12 @@ def test_other_bits_are_refused(session: BatchSession, monkeypatch: pytest.Monke
         pipeline.alternate(
             session, {"at once": Pipeline(3), "sequential": Pipeline(1, ahead=0)}, 1, lambda said: None
         )
+
+
+def test_a_trace_of_the_default_plan(session: BatchSession, tmp_path: Path) -> None:
+    events = json.loads(pipeline.traced_steps(session, tmp_path / "t.json"))
+    assert {"select", "fetch", "wait", "attend", "io"} <= {event["name"] for event in events}
+    assert session.store.trace is None
 
 
 def row(load: str, batch: int, mode: str, step_ms: float, wait_ms: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +80,19 @@ def test_a_result_file_that_cannot_be_written_is_refused_first(tmp_path: Path, t
     toy.run = None  # not reached
     assert "No such file" in kvdrive("toy", "--json", tmp_path / "missing" / "toy.json").stderr
     assert "Is a directory" in kvdrive("toy", "--json", tmp_path).stderr
+
+
+def test_a_trace_is_written_where_there_is_one(
+    tmp_path: Path, toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    refused = kvdrive("toy", "--trace", path)
+    assert refused.exit_code == 2 and "has no trace" in refused.stderr
+    monkeypatch.setattr(bench_command, "TRACED", "toy")
+    toy.run = lambda full, progress: replace(RESULT, trace="[]")
+    ended = kvdrive("toy", "--trace", path)
+    assert ended.exit_code == 0, ended.output
+    assert path.read_text() == "[]" and "trace" not in report.as_json(replace(RESULT, trace="[]"))
 
 
 def test_a_failed_benchmark_writes_nothing(tmp_path: Path, toy: SimpleNamespace) -> None:

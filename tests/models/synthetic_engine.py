@@ -22,6 +22,7 @@ from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kv_tier.store import StoreLimits, TieredStore
+from kv_tier.trace import Trace
 from kv_tier.window_profile import WindowProfile
 from tests.models.read_paths import make_read_path
 
@@ -112,6 +113,7 @@ class SyntheticEngine:
         read_path: str = "best",
         warm_up: bool = True,
         pipeline: Pipeline | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.geometry = geometry
         self.append = append or AppendRule("exact")
@@ -138,6 +140,7 @@ class SyntheticEngine:
             read_path=make_read_path(read_path, self.data_dir.spans_fd),
             warm_up=warm_up,
             pipeline=pipeline,
+            trace=trace,
         )
         self.sessions: list[Session] = []
         self._free_pages = list(range(1, num_pages))
