@@ -33,6 +33,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             (docs/decode_step.md); never changes an answer.
         micro_batch: decoding requests per micro-batch, whose selection, reads and attention overlap with the others'; 0 cuts a
             batch that may read from SSD into four and leaves others whole; never changes an answer.
+        pages_per_cluster: pages of a stretch for each of its centroids, which say what lies side by side in a span; never
+            changes an answer.
         eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".
         window_profile: file of `kvdrive profile`; what uniform windows would take is shared among layers and KV heads.
         num_sink_tokens, local_window_tokens: always attended, inside the budget.
@@ -62,6 +64,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     window_multiple: Positive = 2
     fetch_mode: FetchMode = "blockwise"
     micro_batch: NotNegative = 0
+    pages_per_cluster: Positive = 8
     eviction: EvictionName = DEFAULT_EVICTION
     window_profile: str | None = None
     num_sink_tokens: NotNegative = 4
@@ -143,14 +146,12 @@ def parse_config(fields: dict[str, Any]) -> KVDriveConfig:
         ) from error
 
 
-def load_config(text: str | None, **overrides: Any) -> KVDriveConfig:
-    """Read the configuration from JSON text, from ``@file``, or from the environment when ``text`` is None.
-
-    Args:
-        overrides: fields set by single flags; None means unset.
+def config_fields(text: str | None) -> dict[str, Any]:
+    """Read the fields of a configuration, unchecked, from JSON text, from ``@file``, or from the environment when ``text``
+    is None.
 
     Raises:
-        ConfigError: not a JSON object, an unreadable file, or a value that ``parse_config`` refuses.
+        ConfigError: not a JSON object, or an unreadable file.
     """
     source = text if text is not None else os.environ.get(CONFIG_ENV, "{}")
     if source.startswith("@"):
@@ -164,6 +165,19 @@ def load_config(text: str | None, **overrides: Any) -> KVDriveConfig:
         raise ConfigError(f"the configuration is no JSON: {error}; got {source[:80]!r}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"the configuration must be a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def load_config(text: str | None, **overrides: Any) -> KVDriveConfig:
+    """Read the configuration from where ``config_fields`` finds it.
+
+    Args:
+        overrides: fields set by single flags; None means unset.
+
+    Raises:
+        ConfigError: as ``config_fields``, or a value that ``parse_config`` refuses.
+    """
+    fields = config_fields(text)
     fields.update({name: value for name, value in overrides.items() if value is not None})
     return parse_config(fields)
 

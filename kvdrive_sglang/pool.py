@@ -190,6 +190,7 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
         spans,
         fetch_mode=config.fetch_mode,
         pipeline=Pipeline(config.micro_batch),
+        pages_per_cluster=config.pages_per_cluster,
         trace=None if config.trace_path is None else Trace(Path(config.trace_path)),
     )
     logger.info(

@@ -19,6 +19,7 @@ from kvdrive_sglang.cli import (
     engine_command,
     fsck_command,
     profile_command,
+    tune_command,
 )
 
 CLIENT_PACKAGES = ("grpc", "google", "kv_services")
@@ -57,6 +58,7 @@ def build_app() -> typer.Typer:
     bench_command.register(app)
     calibrate_command.register(app)
     profile_command.register(app)
+    tune_command.register(app)
     doctor.register(app)
     fsck_command.register(app)
     return app
