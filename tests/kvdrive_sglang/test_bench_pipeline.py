@@ -20,7 +20,7 @@ from kvdrive_sglang.bench.made_up import Inputs
 from kvdrive_sglang.bench.plots import PLOTS
 
 GEOMETRY = Geometry(num_layers=1, num_kv_heads=2, head_dim=16)
-BATCH, STEPS, PROMPT = 3, 4, 3072
+BATCH, STEPS, PROMPT = 3, 6, 3072
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def inputs() -> Inputs:
 
 @pytest.fixture(scope="module")
 def directory(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("pipeline") / "data"
+    place = tmp_path_factory.mktemp("pipeline") / "8-pages"
     seal(inputs, place, 8)
     return place
 
@@ -55,7 +55,7 @@ def test_rows_and_summary_of_a_small_run(session: BatchSession, monkeypatch: pyt
     first = [row for row in rows if row["load"] == "first step"]
     assert all(row["reads_per_step"] > 0 and row["mib_per_step"] > 0 for row in first)
     summary = pipeline.summarise(rows)
-    assert set(pipeline.SUMMARY_KEYS) - set(summary) == {"outputs_equal"}
+    assert set(pipeline.SUMMARY_KEYS) - set(summary) == {"default_over_tuned", "outputs_equal"}
     assert {limit.key for limit in LIMITS["pipeline"]} <= set(summary)
     assert len(list(PLOTS["pipeline"](rows))) == 1
     assert said[-1] == "hits 0.8, batch 3: turn 3 of 3"
@@ -92,6 +92,14 @@ def test_a_trace_of_the_default_plan(session: BatchSession, tmp_path: Path) -> N
     events = json.loads(pipeline.traced_steps(session, tmp_path / "t.json"))
     assert {"select", "fetch", "wait", "attend", "io"} <= {event["name"] for event in events}
     assert session.store.trace is None
+
+
+def test_the_tuned_row(inputs: Inputs, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "LEAST_BATCH", BATCH)
+    monkeypatch.setattr(pipeline, "TUNE_S", 0.0)
+    made, gain = pipeline.tune(inputs, directory.parent, lambda said: None)
+    assert (made["mode"], made["window_multiple"], made["pages_per_cluster"]) == ("tuned", 2, 8)
+    assert made["ms_per_token"] > 0 and gain == 1
 
 
 def row(load: str, batch: int, mode: str, step_ms: float, wait_ms: float) -> dict[str, Any]:
