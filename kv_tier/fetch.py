@@ -98,6 +98,7 @@ class Fetcher:
         self.stages = mode in ("hierarchical", "balanced")
         self.stalls = np.zeros(store.staging.num_pairs, np.int64)
         self.waited_ns = 0  # for reads on demand
+        self.expected_reads = 0.0  # pages that a layer reads on demand, recent layers weighing most
         self._heads = np.arange(store.geometry.num_kv_heads)[:, None]
         self._num_fetches = 0
         self._rows_short = 0
@@ -136,7 +137,7 @@ class Fetcher:
         first = inverse = np.arange(len(away))
         if len(states) > 1:  # requests with a common prefix lack the same pages
             keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        self._count_again(layer, keys)
+        self._count_reads(layer, keys)
         heads, missing = absent.head[away[first]], pages[away[first]]
         started_ns = time.perf_counter_ns()
         batches: list[PageBatch] = []
@@ -218,10 +219,11 @@ class Fetcher:
             fetch.states[number].figures.bytes_read += count * store.geometry.page_head_bytes
         store.fail([fetch.states[i] for i in np.unique(owner[gone]).tolist()], LOST)
 
-    def _count_again(self, layer: int, keys: Ints) -> None:
-        """Count the pages that an earlier fetch of this layer and step read too."""
+    def _count_reads(self, layer: int, keys: Ints) -> None:
+        """Count what this layer of a step reads, and the pages that an earlier fetch of it read too."""
         now = self.store.clock, layer
         if self._read_in != now:
+            self.expected_reads += (sum(map(len, self._read_keys)) - self.expected_reads) / 2
             self._read_in, self._read_keys = now, []
         if self._read_keys:
             again = np.isin(keys, np.concatenate(self._read_keys))

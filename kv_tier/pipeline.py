@@ -20,7 +20,8 @@ from typing import Literal
 Stage = Literal["select", "fetch", "attend"]
 
 AUTO = 0
-AUTO_PARTS = 4  # micro-batches that a batch is cut into by itself
+AUTO_PARTS = 4  # most micro-batches that a batch is cut into by itself
+READS_PER_PART = 64  # a micro-batch costs about as much bookkeeping as so many reads take
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,17 @@ class Pipeline:
     """How decode batches are cut into micro-batches.
 
     Args:
-        micro_batch: requests per micro-batch; ``AUTO`` cuts a batch that may read from SSD into ``AUTO_PARTS``, and
-            leaves one that is all in DRAM whole.
+        micro_batch: requests per micro-batch; with ``AUTO`` each has at least ``READS_PER_PART`` pages to read, and there are
+            at most ``AUTO_PARTS``: where DRAM has everything, the batch stays whole.
         ahead: as in ``plan_layer``.
     """
 
     micro_batch: int = AUTO
     ahead: int | None = None
 
-    def plan(self, num_requests: int, *, reads: bool) -> LayerPlan:
-        """Return the plan of a batch; ``reads``: some of its pages are on SSD alone."""
+    def plan(self, num_requests: int, expected_reads: float) -> LayerPlan:
+        """Return the plan of a batch that will read about ``expected_reads`` pages from SSD in this layer."""
         size = self.micro_batch
         if size == AUTO:
-            size = -(-num_requests // AUTO_PARTS) if reads else num_requests
+            size = -(-num_requests // max(1, min(AUTO_PARTS, int(expected_reads) // READS_PER_PART)))
         return plan_layer(num_requests, max(1, size), self.ahead)

@@ -14,7 +14,6 @@ import torch
 
 from kv_tier.attention import attend_all, attend_selected
 from kv_tier.fetch import Fetch
-from kv_tier.page_table import NOWHERE
 from kv_tier.pipeline import Stage
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget, score_pages, select_pages
@@ -150,7 +149,7 @@ class SparseBatch:
     """Requests longer than their budget: every one attends exactly ``budget.pages`` pages per KV head.
 
     A request's numbers do not depend on its batch-mates: its pages are scored alone, and attention treats each
-    (request, KV head) by itself. So the batch may be cut anywhere; ``plan`` says where and what runs when.
+    (request, KV head) by itself. So the batch may be cut anywhere: the store's pipeline plans every layer.
     """
 
     def __init__(self, store: TieredStore, rows: Sequence[Row], budget: Budget) -> None:
@@ -161,9 +160,6 @@ class SparseBatch:
         self.indexes = [store.device_memory(state)[1] for state in self.states]
         size = store.geometry.page_size
         self.local = [budget.first_local_page(row.num_tokens) for row in rows]
-        frames = store.table.frames
-        away = any((frames[row.pages.numpy()] == NOWHERE).any() for row in rows)
-        self.plan = store.pipeline.plan(len(rows), reads=away)
         num_pages = max(len(row.pages) for row in rows)
         self.scores = torch.full((len(rows), store.geometry.num_kv_heads, num_pages), float("-inf"))
         self.offsets = torch.tensor([[row.prefix_tokens % size] for row in rows])
@@ -184,11 +180,12 @@ class SparseBatch:
         Returns:
             [request, kv_head, group, head_dim].
         """
-        parts = [slice(*part) for part in self.plan.parts]
+        plan = self.store.pipeline.plan(len(self.rows), self.store.fetcher.expected_reads)
+        parts = [slice(*part) for part in plan.parts]
         under_way: list[_MicroBatch] = []
         outs = []
         trace = self.store.trace
-        for stage, number in self.plan.order:
+        for stage, number in plan.order:
             here, begin_ns = parts[number], 0 if trace is None else time.perf_counter_ns()
             if stage == "select":
                 under_way.append(self._select(layer, here, query, scale))

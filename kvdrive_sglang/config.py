@@ -31,8 +31,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         window_multiple: window cache size as a multiple of the budget.
         fetch_mode: how decode reads pages that are on SSD: "blockwise", "hierarchical", "balanced" or "layerwise"
             (docs/decode_step.md); never changes an answer.
-        micro_batch: decoding requests per micro-batch, whose selection, reads and attention overlap with the others'; 0 cuts a
-            batch that may read from SSD into four and leaves others whole; never changes an answer.
+        micro_batch: decoding requests per micro-batch, whose selection, reads and attention overlap with the others'; 0 cuts
+            batches that read much from SSD, into four at most; never changes an answer.
         pages_per_cluster: pages of a stretch for each of its centroids, which say what lies side by side in a span; never
             changes an answer.
         eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".

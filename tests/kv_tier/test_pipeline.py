@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_tier import pipeline as pipeline_module
 from kv_tier.fetch import Fetch, Fetcher
 from kv_tier.modes import FETCH_MODES, FetchMode
-from kv_tier.pipeline import AUTO, AUTO_PARTS, Pipeline, plan_layer
+from kv_tier.pipeline import AUTO, AUTO_PARTS, READS_PER_PART, Pipeline, plan_layer
 from kv_tier.window import Absent
 from tests.kv_tier.conftest import EngineFactory
 from tests.kv_tier.test_store_faults import flip_page
@@ -62,13 +63,13 @@ def test_every_plan_can_be_run(num_requests: int, micro_batch: int, ahead: int |
         assert len(waiting) == min(len(plan.parts) - number - 1, len(plan.parts) if ahead is None else ahead)
 
 
-def test_auto_cuts_what_may_read_and_leaves_the_rest_whole() -> None:
+def test_auto_cuts_as_far_as_reads_are_worth_it() -> None:
     auto = Pipeline()
-    assert auto.plan(8, reads=False).parts == ((0, 8),)
-    assert len(auto.plan(8, reads=True).parts) == AUTO_PARTS
-    assert auto.plan(1, reads=True).parts == ((0, 1),)
-    assert auto.plan(0, reads=True).parts == ()
-    assert Pipeline(2).plan(5, reads=False).parts == ((0, 2), (2, 4), (4, 5))
+    parts = [len(auto.plan(8, reads).parts) for reads in (0, READS_PER_PART, 2 * READS_PER_PART, 1e9)]
+    assert parts == [1, 1, 2, AUTO_PARTS]
+    assert auto.plan(1, 1e9).parts == ((0, 1),)
+    assert auto.plan(0, 1e9).parts == ()
+    assert Pipeline(2).plan(5, 0).parts == ((0, 2), (2, 4), (4, 5))
 
 
 # ---- run --------------------------------------------------------------------------------------------------------
@@ -125,6 +126,26 @@ def test_several_fetches_under_way_bring_the_same_from_every_engine(
 ) -> None:
     engine = new_engine(pipeline=Pipeline(1), read_path=read_path, window_multiple=1)
     assert torch.equal(decode(engine, on_ssd(engine)), expected)
+
+
+def test_what_layers_read_is_expected_of_the_next(
+    new_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default begins whole, and cuts once layers read."""
+    monkeypatch.setattr(pipeline_module, "READS_PER_PART", 10)
+    engine = new_engine()
+    sessions = on_ssd(engine)
+    watched = Watched(engine.store.fetcher, monkeypatch)
+    decode(engine, sessions, 1)
+    assert watched.most == 1
+    decode(engine, sessions, 1)
+    assert watched.most > 1
+    assert engine.store.fetcher.expected_reads > 10
+    resident = new_engine()
+    session = resident.start(SCRIPTS[0])
+    resident.prefill(session, PROMPT)
+    resident.generate(session, 3)
+    assert resident.store.fetcher.expected_reads == 0
 
 
 def test_cutting_a_batch_reads_nothing_more(new_engine: EngineFactory) -> None:

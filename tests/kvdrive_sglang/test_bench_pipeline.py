@@ -48,9 +48,11 @@ def test_rows_and_summary_of_a_small_run(session: BatchSession, monkeypatch: pyt
     said: list[str] = []
     rows = pipeline.compare(session, 1, said.append)
     assert [(row["load"], row["mode"]) for row in rows] == [
-        (load, mode) for load in ("hits 0.8", "first step") for mode in ("sequential", "at once", "pipelined")
+        (load, mode)
+        for load in ("hits 0.8", "first step")
+        for mode in ("sequential", "at once", "pipelined", "default")
     ]
-    assert {row["micro_batch"] for row in rows} == {1, 3}
+    assert {row["micro_batch"] for row in rows} == {0, 1, 3}
     assert all(row["ms_per_token"] > row["wait_ms"] >= 0 for row in rows)
     first = [row for row in rows if row["load"] == "first step"]
     assert all(row["reads_per_step"] > 0 and row["mib_per_step"] > 0 for row in first)
@@ -58,7 +60,7 @@ def test_rows_and_summary_of_a_small_run(session: BatchSession, monkeypatch: pyt
     assert set(pipeline.SUMMARY_KEYS) - set(summary) == {"default_over_tuned", "outputs_equal"}
     assert {limit.key for limit in LIMITS["pipeline"]} <= set(summary)
     assert len(list(PLOTS["pipeline"](rows))) == 1
-    assert said[-1] == "hits 0.8, batch 3: turn 3 of 3"
+    assert said[-1] == "hits 0.8, batch 3: turn 4 of 4"
 
 
 def test_a_step_has_the_same_work_whatever_the_plan(session: BatchSession) -> None:
@@ -88,7 +90,7 @@ def test_other_bits_are_refused(session: BatchSession, monkeypatch: pytest.Monke
         )
 
 
-def test_a_trace_of_the_default_plan(session: BatchSession, tmp_path: Path) -> None:
+def test_a_trace_of_pipelined_steps(session: BatchSession, tmp_path: Path) -> None:
     events = json.loads(pipeline.traced_steps(session, tmp_path / "t.json"))
     assert {"select", "fetch", "wait", "attend", "io"} <= {event["name"] for event in events}
     assert session.store.trace is None
