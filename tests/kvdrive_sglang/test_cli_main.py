@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kv_tier.meta.errors import ConfigError
 from kvdrive_sglang.cli import main as program
 
-COMMANDS = ["demo", "engine", "serve", "chat", "session", "bench", "profile", "doctor"]
+COMMANDS = ["demo", "engine", "serve", "chat", "session", "bench", "profile", "tune", "doctor"]
 
 
 def test_help_names_every_command() -> None:
