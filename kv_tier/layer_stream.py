@@ -218,7 +218,7 @@ def _read_layer(path: ReadPath, layer: int, wanted: _Wanted, k: torch.Tensor, v:
     heads = np.arange(span.header.num_kv_heads)[:, None]
     try:
         data = span.read_layer(layer, path=path, buffer=_buffer())
-        done = _Read(data.nbytes, 1)
+        done = _Read(span.header.layer_bytes, 1)
         if len(ordinals) == span.header.num_pages:  # in the order of the file, not of the pages
             row_of = np.empty(at.shape, np.int64)
             row_of[:, ordinals] = at

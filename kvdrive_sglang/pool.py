@@ -181,7 +181,14 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
             f"{config.data_dir} holds {spans.num_foreign} spans of another model, layout or format; name another "
             f"data_dir, delete them, or drop strict_data_dir"
         )
-    store = TieredStore(geometry, limits, budget, spans, fetch_mode=config.fetch_mode)
+    store = TieredStore(
+        geometry,
+        limits,
+        budget,
+        spans,
+        fetch_mode=config.fetch_mode,
+        cold_encoding=config.cold_encoding,
+    )
     logger.info(
         "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, data directory %s with %d spans",
         limits.num_frames,

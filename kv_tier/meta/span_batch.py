@@ -3,11 +3,13 @@
     pages wanted      . .#. ..## . . #. . . . . . .##.      offsets in one file, # wanted
     reads            |--------------|             |--|      neighbours and small gaps become one read
 
-Every page handed out was checked; what cannot be read or fails its checksum comes back as zeros and by name.
+Every page handed out was checked, and decoded where the span holds it in fewer bits; what cannot be read or fails its checksum
+comes back as zeros and by name.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +99,7 @@ class PageBatch:
         self._plan: _Plan | None = None
         files: list[tuple[FileSystem, int]] = []
         offsets: list[Ints] = []
-        for want in wants:
+        for want in sorted(wants, key=lambda want: want.span.header.encoding):
             try:
                 files.append(want.span.kv_file(path.direct))
                 offsets.append(want.span.page_offsets(layer, want.heads, want.ordinals))
@@ -107,6 +109,7 @@ class PageBatch:
                 continue
             self.wants.append(want)
         self.page_bytes = wants[0].span.header.page_head_bytes if wants else 0
+        self._stored_bytes = np.array([want.span.header.stored_page_bytes for want in self.wants], np.int64)
         if self.wants:
             self._plan = self._make_plan(files, offsets, gap_bytes)
             path.engine.start(self._plan.batch)
@@ -122,8 +125,9 @@ class PageBatch:
         offsets = np.concatenate(places)
         order = np.lexsort((offsets, owner))
         owner, index, offsets = owner[order], index[order], offsets[order]
-        size, grid = self.page_bytes, self.path.grid
-        apart = np.diff(offsets) > size + gap_bytes
+        grid = self.path.grid
+        ends = offsets + self._stored_bytes[owner]
+        apart = offsets[1:] - ends[:-1] > gap_bytes
         begins = np.concatenate([[True], apart | (np.diff(owner) != 0)])
         first = np.flatnonzero(begins)
         # a run longer than one read is cut where a page begins
@@ -132,7 +136,7 @@ class PageBatch:
         first = np.flatnonzero(begins)
         last = np.concatenate([first[1:], [len(offsets)]]) - 1
         start = offsets[first] // grid * grid
-        lengths = -(-(offsets[last] + size) // grid) * grid - start
+        lengths = -(-ends[last] // grid) * grid - start
         padded = -(-lengths // ALIGNMENT) * ALIGNMENT
         at = np.cumsum(padded) - padded
         buffer = aligned_bytes(int(padded.sum()))
@@ -152,46 +156,60 @@ class PageBatch:
         rows = np.concatenate([want.rows for want in self.wants])
         starts = np.cumsum([0, *(len(want.rows) for want in self.wants)])[plan.owner]
         rows = rows[starts + plan.index]
-        data = self._extract(plan, np.flatnonzero(rows >= 0))
-        data[~self._check(plan, rows, data)] = 0
+        parts = [self._take(plan, rows, alike) for alike in self._alike()]
+        data = parts[0] if len(parts) == 1 else np.concatenate(parts)
         num_bytes = int(np.maximum(batch.results, 0).sum())
         return Pages(rows[rows >= 0], data, self.lost, num_bytes, len(batch))
 
-    def _extract(self, plan: _Plan, kept: Ints) -> Bytes:
-        """Copy pages out of the reads: [n, page_head_bytes], in file order."""
+    def _alike(self) -> list[range]:
+        """Split the numbers of the wants by how their spans encode KV."""
+        encodings = [want.span.header.encoding for want in self.wants]
+        cuts = [0, *(n for n in range(1, len(encodings)) if encodings[n] != encodings[n - 1]), len(encodings)]
+        return [range(*pair) for pair in itertools.pairwise(cuts)]
+
+    def _take(self, plan: _Plan, rows: Ints, wants: range) -> Bytes:
+        """Return the kept pages of wants whose spans encode alike: [n, page_head_bytes], in file order, zeros for lost pages."""
+        span = self.wants[wants[0]].span
+        counts = np.bincount(plan.owner, minlength=len(self.wants))
+        begin, end = int(counts[: wants.start].sum()), int(counts[: wants.stop].sum())
+        kept = begin + np.flatnonzero(rows[begin:end] >= 0)
+        stored = self._extract(plan, kept, span.header.stored_page_bytes)
+        stored[~self._check(plan, rows, kept, stored, wants)] = 0
+        return span.decode(stored)
+
+    def _extract(self, plan: _Plan, kept: Ints, size: int) -> Bytes:
+        """Copy pages out of the reads: [n, size], in file order."""
         batch, grid = plan.batch, self.path.grid
         at = (batch.at - batch.offsets)[plan.read_of[kept]] + plan.offsets[kept]
-        unit = math.gcd(self.page_bytes, ALIGNMENT, grid if grid > 1 else 0)
-        chosen = (at // unit)[:, None] + np.arange(self.page_bytes // unit)
-        data: Bytes = batch.buffer.reshape(-1, unit)[chosen].reshape(len(kept), self.page_bytes)
+        unit = math.gcd(size, ALIGNMENT, grid if grid > 1 else 0)
+        chosen = (at // unit)[:, None] + np.arange(size // unit)
+        data: Bytes = batch.buffer.reshape(-1, unit)[chosen].reshape(len(kept), size)
         return data
 
-    def _check(self, plan: _Plan, rows: Ints, data: Bytes) -> Bools:
-        """Return which of the kept pages (rows of ``data``) are sound; the others go to ``lost``."""
+    def _check(self, plan: _Plan, rows: Ints, kept: Ints, data: Bytes, wants: range) -> Bools:
+        """Return which of the kept pages (rows of ``data``, [n]) are sound; the others go to ``lost``."""
         batch = plan.batch
-        arrived = (batch.results >= batch.lengths)[plan.read_of]
-        good = arrived[rows >= 0]
-        position = np.cumsum(rows >= 0) - 1  # of a page in ``data``
-        ends = np.cumsum(np.bincount(plan.owner, minlength=len(self.wants)))
-        for want, end, count in zip(
-            self.wants, ends.tolist(), np.diff(ends, prepend=0).tolist(), strict=True
-        ):
-            mine = np.arange(end - count, end)
-            mine = mine[rows[mine] >= 0]
-            missing = mine[~arrived[mine]]
+        arrived = (batch.results >= batch.lengths)[plan.read_of[kept]]
+        good = arrived.copy()
+        owner = plan.owner[kept]
+        for number in wants:
+            want = self.wants[number]
+            begin, end = np.searchsorted(owner, [number, number + 1]).tolist()
+            mine = np.arange(begin, end)
+            missing = kept[mine[~arrived[mine]]]
             if len(missing):
                 self._lose(
                     want, plan, rows, missing, _error_of(want.span, batch, int(plan.read_of[missing[0]]))
                 )
-            here = mine[arrived[mine]]
+            mine = mine[arrived[mine]]
+            here = kept[mine]
             heads, ordinals = want.heads[plan.index[here]], want.ordinals[plan.index[here]]
-            sound = want.span.good_pages(self.layer, heads, ordinals, data[position[here]])
+            sound = want.span.good_pages(self.layer, heads, ordinals, data[mine])
             if not sound.all():
-                bad = here[~sound]
-                good[position[bad]] = False
+                good[mine[~sound]] = False
                 pages = sorted(set(ordinals[~sound].tolist()))
                 message = f"{want.span.path}: layer {self.layer}: pages {pages} fail their checksum"
-                self._lose(want, plan, rows, bad, CorruptExtentError(message, pages))
+                self._lose(want, plan, rows, here[~sound], CorruptExtentError(message, pages))
         return good
 
     def _lose(

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
+from kv_tier.meta.kv_codec import KvEncoding, stored_page_bytes
 from kv_tier.meta.page_keys import KEY_BYTES, chain_keys
 
 assert sys.byteorder == "little", "KV and index arrays are views of little-endian bytes"
@@ -70,7 +71,7 @@ SECTION_TABLE_OFFSET = HEADER_STRUCT.size
 HEADER_CRC_OFFSET = BLOCK_BYTES - 4
 
 Raw = npt.NDArray[Any]
-"""KV elements as unsigned integers of the same width: this package computes with no KV."""
+"""KV elements as unsigned integers of the same width: nothing here but ``kv_codec`` computes with KV."""
 
 _RAW_DTYPES: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint16, 2: np.uint16, 3: np.uint32}
 
@@ -118,7 +119,7 @@ class Section:
         type: a SectionType.
         offset, length: bytes; the length is without padding.
         crc: CRC-32C of section and padding; 0 for KV, whose pages have their own.
-        version: 1, or what a newer writer put there.
+        version: 1, or what a newer writer put there; of KV, its encoding.
     """
 
     type: int
@@ -177,6 +178,7 @@ class SpanHeader(Shape):
         num_pages: pages in the span, at least 1.
         num_exact_pages: leading pages whose KV came from exact prefill.
         num_clusters: centroids of each (layer, KV head); 0 when the span is not clustered.
+        encoding: a KvEncoding; a span in fewer bits has no exact page.
         parent_key: key of the page before the first; zeros when first_page is 0.
         selection: hash of the selection configuration; zeros when every page is exact.
         tp_rank, tp_size, pp_rank, pp_size: the shard.
@@ -188,6 +190,7 @@ class SpanHeader(Shape):
     num_pages: int
     num_exact_pages: int
     num_clusters: int = 0
+    encoding: int = KvEncoding.RAW
     parent_key: bytes = NO_KEY
     selection: bytes = NO_SELECTION
     tp_rank: int = 0
@@ -206,9 +209,19 @@ class SpanHeader(Shape):
         return plan_sections(self)[SectionType.KV].end
 
     @property
+    def stored_page_bytes(self) -> int:
+        """Bytes in the file of keys and values of one page in one (layer, KV head)."""
+        return stored_page_bytes(self.encoding, self.page_size, self.head_dim, self.bits_dtype.itemsize)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's region of the KV section."""
-        return self.num_kv_heads * self.num_pages * self.page_head_bytes
+        return self.num_kv_heads * self.num_pages * self.stored_page_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV section."""
+        return self.num_layers * self.layer_bytes
 
     @property
     def num_extents(self) -> int:
@@ -241,6 +254,10 @@ class SpanHeader(Shape):
                 f"num_exact_pages={self.num_exact_pages} of {self.num_pages} pages",
             ),
             (
+                self.encoding == KvEncoding.RAW or self.num_exact_pages == 0,
+                f"{self.num_exact_pages} exact pages in a span of KV encoding {self.encoding}",
+            ),
+            (
                 (self.selection == NO_SELECTION) == (self.num_exact_pages == self.num_pages),
                 "selection must be zeros if and only if every page is exact",
             ),
@@ -265,13 +282,14 @@ def plan_sections(header: SpanHeader) -> dict[int, Section]:
         SectionType.LAYOUT: 2 * 2 * header.num_extents,
         SectionType.CENTROIDS: header.num_clusters * header.summary_bytes,
         SectionType.CHECKSUMS: 4 * (header.num_extents + header.num_layers),
-        SectionType.KV: header.num_layers * header.layer_bytes,
+        SectionType.KV: header.kv_bytes,
     }
     sections: dict[int, Section] = {}
     offset = BLOCK_BYTES
     for kind, length in lengths.items():
         if length:
-            sections[kind] = Section(kind, offset, length)
+            version = header.encoding if kind == SectionType.KV else SECTION_VERSION
+            sections[kind] = Section(kind, offset, length, version=version)
             offset = sections[kind].end
     return sections
 
@@ -322,7 +340,8 @@ def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict
     """
     fields = _decode_fields(block, name)
     sections = _decode_sections(block, name)
-    header = SpanHeader(**fields, num_clusters=0)
+    encoding = sections[SectionType.KV].version if SectionType.KV in sections else KvEncoding.RAW
+    header = SpanHeader(**fields, num_clusters=0, encoding=encoding)
     problem = header.problem()
     if problem is None:
         header = replace(header, num_clusters=_num_clusters(header, sections))
@@ -375,9 +394,11 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
         kind, version, offset, length, crc, _ = row
         if kind == 0:
             break
-        if version != SECTION_VERSION:
+        known = [*KvEncoding] if kind == SectionType.KV else [SECTION_VERSION]
+        if version not in known:
+            readable = ", ".join(str(int(number)) for number in known)
             raise FingerprintMismatch(
-                f"{name}: section {kind} has version {version}, this build reads {SECTION_VERSION}"
+                f"{name}: section {kind} has version {version}, this build reads {readable}"
             )
         sections[kind] = Section(kind, offset, length, crc, version)
     return sections

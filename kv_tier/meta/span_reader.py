@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.kv_codec import KvEncoding, decode_pages
 from kv_tier.meta.page_keys import KEY_BYTES
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadBuffer, ReadPath, aligned_bytes
 from kv_tier.meta.span_format import (
@@ -214,14 +215,28 @@ class SpanFile:
             buffer: receives the bytes; without it, new memory does.
 
         Returns:
-            [H, num_pages, 2, page_size, D] raw, owned by the caller (or the buffer); along axis 1 the pages stand in place order
-            (``order``).
+            [H, num_pages, 2, page_size, D] raw, decoded, owned by the caller (or the buffer); along axis 1 the pages stand in
+            place order (``order``).
 
         Raises:
             CorruptExtentError: pages fail their checksum (``bad_pages``: their ordinals), or the file
                 ends early.
             ExtentIoError: the read failed.
         """
+        header = self.header
+        rows = self._read_stored_layer(layer, path, buffer).reshape(-1, header.stored_page_bytes)
+        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+        return self.decode(rows).reshape(-1).view(header.bits_dtype).reshape(shape)
+
+    def decode(self, rows: Bytes) -> Bytes:
+        """Decode checked pages: [n, stored_page_bytes] -> [n, page_head_bytes] uint8, the same array where nothing is encoded."""
+        header = self.header
+        if header.encoding == KvEncoding.RAW:
+            return rows
+        return decode_pages(rows, header.encoding, header.page_size, header.head_dim, header.dtype_code)
+
+    def _read_stored_layer(self, layer: int, path: ReadPath, buffer: ReadBuffer | None) -> Bytes:
+        """Read and check the bytes of one layer; raises as ``read_layer``."""
         header = self.header
         fs, fd = self.kv_file(path.direct)
         offset = self._kv_offset(layer)
@@ -234,8 +249,7 @@ class SpanFile:
         data = data[offset - start :][: header.layer_bytes]
         if crc32c(data) != self.tables.layer_crcs[layer]:
             self._raise_bad_layer(layer, data)
-        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
-        return data.view(header.bits_dtype).reshape(shape)
+        return data
 
     def verify(self) -> list[str]:
         """Read and check every byte of the file, padding included.
@@ -307,14 +321,14 @@ class SpanFile:
         """Return where pages lie in the file ([n] bytes), for pairs of KV head and page ordinal. Raises as ``tables``."""
         header = self.header
         places = heads * header.num_pages + self.place_of[layer, heads, ordinals]
-        offsets: npt.NDArray[np.int64] = self._kv_offset(layer) + places * header.page_head_bytes
+        offsets: npt.NDArray[np.int64] = self._kv_offset(layer) + places * header.stored_page_bytes
         return offsets
 
     def good_pages(self, layer: int, heads: Raw, ordinals: Raw, rows: Bytes) -> npt.NDArray[np.bool_]:
         """Check the bytes of pages against their checksums.
 
         Args:
-            heads, ordinals: [n]; rows: [n, page_head_bytes] uint8, C-contiguous.
+            heads, ordinals: [n]; rows: [n, stored_page_bytes] uint8, C-contiguous.
 
         Returns:
             [n] whether a page is what was written.
@@ -340,7 +354,7 @@ class SpanFile:
 
     def _bad_pages(self, layer: int, data: Bytes) -> list[int]:
         """Return the ordinals of the pages of a layer, in place order in ``data``, that fail in any head."""
-        rows = data.reshape(-1, self.header.page_head_bytes)
+        rows = data.reshape(-1, self.header.stored_page_bytes)
         crcs = np.array(crc32c_rows(rows), np.uint32)
         bad: list[int] = (
             self.tables.order[layer].reshape(-1)[crcs != self.tables.page_crcs[layer].reshape(-1)].tolist()
@@ -380,7 +394,7 @@ class SpanFile:
     def _layer_problems(self, layer: int) -> list[Exception]:
         found: list[Exception] = []
         with _collecting(found):
-            data = self.read_layer(layer).reshape(-1).view(np.uint8)
+            data = self._read_stored_layer(layer, THROUGH_CACHE, None)
             self._raise_bad_pages(self._bad_pages(layer, data), f"layer {layer}")
         return found
 

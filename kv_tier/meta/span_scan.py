@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kv_tier.meta.data_dir import DataDir, is_temporary, parse_span_name
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError, FingerprintMismatch
 from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.kv_codec import KvEncoding
 from kv_tier.meta.span_format import SpanHeader
 from kv_tier.meta.span_reader import SpanFile
 
@@ -114,11 +115,11 @@ def quarantine_file(data_dir: DataDir, name: str, *, fs: FileSystem = REAL) -> s
 def supersedes(
     new: SpanHeader, new_keys: Sequence[bytes], old: SpanHeader, old_keys: Sequence[bytes]
 ) -> bool:
-    """Tell whether a later span of the same engine holds every page of an earlier one, no less exact."""
+    """Tell whether a later span of the same engine holds every page of an earlier one, no less exact or in fewer bits."""
     return (
         old.sequence < new.sequence
         and old.first_page == new.first_page
         and len(old_keys) <= len(new_keys)
         and list(old_keys) == list(new_keys[: len(old_keys)])
-        and old.num_exact_pages <= new.num_exact_pages
+        and (old.num_exact_pages <= new.num_exact_pages or new.encoding != KvEncoding.RAW)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,8 @@ class SpanParts:
         order: [L, H, n] uint16; page ordinal stored at each place, a permutation per (layer, KV head).
         clusters: [L, H, n] uint16; cluster id at each place.
         kv: L arrays [H, n (place), 2 (K, V), page_size, D] raw, C-contiguous; one array [L, ...] serves too, and goes
-            past the page cache if its memory is aligned (``read_engine.aligned_bytes``).
+            past the page cache if its memory is aligned (``read_engine.aligned_bytes``). Where the header says another
+            encoding, L arrays [H, n (place), stored_page_bytes] uint8. One layer is taken at a time.
         centroids: [L, H, num_clusters, D] raw, or None without clusters.
     """
 
@@ -194,24 +195,26 @@ def _write_kv(
             crcs = _checksums(header, kv)
             written.result()
         return crcs
-    offset = section.offset
-    layers = list(kv)
-    for layer in layers:
-        data = layer.reshape(-1).view(np.uint8)
-        write_all(fs, fd, path, data, offset)
-        offset += header.layer_bytes
-    write_all(fs, fd, path, np.zeros(section.end - offset, np.uint8), offset)
-    return _checksums(header, layers)
+
+    def write_each() -> Iterator[Raw]:
+        for number, layer in enumerate(kv):
+            offset = section.offset + number * header.layer_bytes
+            write_all(fs, fd, path, layer.reshape(-1).view(np.uint8), offset)
+            yield layer
+
+    crcs = _checksums(header, write_each())
+    end = section.offset + section.length
+    write_all(fs, fd, path, np.zeros(section.end - end, np.uint8), end)
+    return crcs
 
 
 def _checksums(header: SpanHeader, layers: Iterable[Raw]) -> tuple[Raw, Raw]:
     """Return the checksums of every page, [num_extents], and of every layer, [L]."""
-    shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
     page_crcs: list[int] = []
     layer_crcs: list[int] = []
     for layer in layers:
-        data = bytes_of(layer, shape, header)
-        page_crcs += crc32c_rows(data.reshape(-1, header.page_head_bytes))
+        data = bytes_of(layer, header)
+        page_crcs += crc32c_rows(data.reshape(-1, header.stored_page_bytes))
         layer_crcs.append(crc32c(data))
     assert len(layer_crcs) == header.num_layers, (len(layer_crcs), header.num_layers)
     return np.array(page_crcs, np.uint32), np.array(layer_crcs, np.uint32)

@@ -25,6 +25,7 @@ BENCHES: Final = {
     "tiers": "kvdrive_sglang.bench.tiers",
     "fidelity": "kvdrive_sglang.bench.fidelity",
     "cache": "kvdrive_sglang.bench.cache",
+    "cold": "kvdrive_sglang.bench.cold",
 }
 ALL: Final = "all"
 RESULTS: Final = Path("bench-results")

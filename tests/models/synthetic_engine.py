@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +16,13 @@ import torch
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.page_keys import page_keys
-from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kv_tier.store import StoreLimits, TieredStore
+from kv_tier.transcode import Outcome
 from kv_tier.window_profile import WindowProfile
 from tests.models.read_paths import make_read_path
 
@@ -110,6 +112,7 @@ class SyntheticEngine:
         fetch_mode: FetchMode = "blockwise",
         read_path: str = "best",
         warm_up: bool = True,
+        cold_encoding: ColdEncoding = "none",
     ) -> None:
         self.geometry = geometry
         self.append = append or AppendRule("exact")
@@ -135,6 +138,7 @@ class SyntheticEngine:
             fetch_mode=fetch_mode,
             read_path=make_read_path(read_path, self.data_dir.spans_fd),
             warm_up=warm_up,
+            cold_encoding=cold_encoding,
         )
         self.sessions: list[Session] = []
         self._free_pages = list(range(1, num_pages))
@@ -294,6 +298,15 @@ class SyntheticEngine:
         """Wait for the writer, then bind what it finished."""
         while self.spans.num_outstanding:
             self.store.collect_sealed(wait_s=30.0)
+
+    def transcode(self, keys: list[bytes], wait_s: float = 30.0) -> Outcome:
+        """Ask on another thread, as the control socket does, while this one is between two steps."""
+        with ThreadPoolExecutor(1) as control:
+            asked = control.submit(self.store.transcoder.request, keys, wait_s)
+            while not asked.done():
+                self.store.transcoder.swap_in()
+                wait([asked], timeout=0.005)
+        return asked.result()
 
     def evict(self) -> int:
         """Take the frames of all sealed pages; returns how many."""

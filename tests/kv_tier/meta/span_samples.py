@@ -58,6 +58,16 @@ def sample_parts(header: SpanHeader, seed: int = 0) -> SpanParts:
     )
 
 
+def finite_kv(header: SpanHeader, seed: int = 0) -> Raw:
+    """Return KV of numbers, [L, H, n, 2, P, D] raw: random bits include those of no number."""
+    pages = (header.num_layers, header.num_kv_heads, header.num_pages)
+    shape = (*pages, 2, header.page_size, header.head_dim)
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if header.dtype_code == 1:
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(np.float16).view(np.uint16) if header.dtype_code == 2 else values.view(np.uint32)
+
+
 def sample_span(shape: Shape = TINY, *, sequence: int = 1, **fields: int) -> tuple[SpanHeader, SpanParts]:
     """Return a header and its parts."""
     header = sample_header(shape, sequence=sequence, **fields)
