@@ -40,7 +40,8 @@ def _e4m3_values() -> Floats:
     normal = np.ldexp(1 + mantissas / 8, exponents - 7)
     positive = np.where(exponents == 0, np.ldexp(mantissas / 8, -6), normal)
     positive[127] = np.nan
-    return np.concatenate([positive, -positive]).astype(np.float32)
+    values: Floats = np.concatenate([positive, -positive]).astype(np.float32)
+    return values
 
 
 E4M3 = _e4m3_values()
@@ -114,8 +115,9 @@ def _e4m3_codes(values: Floats) -> Bytes:
     _, exponents = np.frexp(values)
     steps = np.ldexp(np.float32(1), np.maximum(exponents, -5) - 4)
     rounded = np.rint(values / steps) * steps
-    codes = np.searchsorted(E4M3[:127], np.abs(rounded)).astype(np.uint8)
-    return codes | (np.signbit(values).astype(np.uint8) << 7)
+    codes: Bytes = np.searchsorted(E4M3[:127], np.abs(rounded)).astype(np.uint8)
+    codes |= np.signbit(values).astype(np.uint8) << 7
+    return codes
 
 
 def _widen(kv: Raw, dtype_code: int) -> Floats:
