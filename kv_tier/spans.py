@@ -16,6 +16,7 @@ import numpy as np
 
 from kv_tier.geometry import DTYPES, Geometry
 from kv_tier.meta.data_dir import DataDir, claimed_id, span_name, temporary_name
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.errors import CapacityError, ConfigError, ExtentIoError, KVDriveError
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.kv_codec import KvEncoding
@@ -146,6 +147,7 @@ class SpanStore:
 
     Args:
         ssd_bytes: a number of bytes, or limits with watermarks.
+        keyring: encrypts what is written; without it encrypted spans are foreign, with it plain ones are read.
         clock_ns: nanoseconds since the epoch.
 
     Raises:
@@ -160,6 +162,7 @@ class SpanStore:
         *,
         ssd_bytes: int | SpaceLimits,
         num_outstanding: int = 2,
+        keyring: Keyring | None = None,
         fs: FileSystem = REAL,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -167,6 +170,7 @@ class SpanStore:
         self.geometry = geometry
         self.identity = identity
         self.limits = ssd_bytes if isinstance(ssd_bytes, SpaceLimits) else SpaceLimits(ssd_bytes)
+        self.keyring = keyring
         self.fs = fs
         self.clock_ns = clock_ns
         self.lock = threading.RLock()
@@ -206,7 +210,7 @@ class SpanStore:
 
     def _scan(self) -> None:
         """Find what earlier engines left. Reads every span's header and index, about 1% of the bytes; no KV."""
-        found, bad = scan_spans(self.data_dir, fs=self.fs)
+        found, bad = scan_spans(self.data_dir, keyring=self.keyring, fs=self.fs)
         self.num_quarantined += sum(file.quarantined for file in bad)
         for file in bad:
             if not file.quarantined:
@@ -217,7 +221,7 @@ class SpanStore:
             map(claimed_id, names), default=0
         )  # whatever the file is, nobody overwrites it
         for span in sorted(found, key=lambda s: s.header.sequence):
-            if self._is_foreign(span.header):
+            if self._is_foreign(span.header) or span.is_closed:
                 self.num_foreign += 1
                 self.bytes_of["foreign"] += span.header.file_bytes
                 span.close()
@@ -559,13 +563,15 @@ class SpanStore:
 
     def _write_file(self, header: SpanHeader, parts: SpanParts, *, durable: bool) -> SpanFile:
         """Make room and write a file; it is offered to nobody and counts as being written until it is published."""
+        key = None if self.keyring is None else self.keyring.new_key(header.sequence)
+        header = dataclasses.replace(header, encrypted=key is not None)
         self._reserve(header.file_bytes)
         span: SpanFile | None = None
         try:
             if durable:
-                span = write_span(self.data_dir, header.sequence, header, parts, fs=self.fs)
+                span = write_span(self.data_dir, header.sequence, header, parts, key=key, fs=self.fs)
             else:
-                span = write_unlinked_span(self.data_dir, header, parts, fs=self.fs)
+                span = write_unlinked_span(self.data_dir, header, parts, key=key, fs=self.fs)
             return span
         finally:
             with self.lock:

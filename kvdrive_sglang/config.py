@@ -39,6 +39,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         append_sparse_max_tokens, append_exact_max_prefix_tokens: the token counts "auto" and "sparse" decide by.
         cold_encoding: what the session service's suspend transcodes a session to: "none", "int8" or "fp8"; loses a little
             (docs/operations.md), and part of what approximate pages are filed under.
+        encryption_key_file: encrypts spans at rest (docs/operations.md): a file of 64 hexadecimal digits that its owner alone can
+            read, kept away from data_dir. None, the default, writes them plain.
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
         restore: "auto" computes the pages of a prefix again where that was measured to be faster than reading them, "always"
             reads them (docs/operations.md).
@@ -69,6 +71,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     append_sparse_max_tokens: Positive = 512
     append_exact_max_prefix_tokens: NotNegative = 32768
     cold_encoding: ColdEncoding = "none"
+    encryption_key_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     persist: Literal["sessions", "all"] = "sessions"
     restore: RestoreMode = "auto"
     device_bytes: Positive = 2048 * MIB

@@ -99,7 +99,7 @@ class PageBatch:
         self._plan: _Plan | None = None
         files: list[tuple[FileSystem, int]] = []
         offsets: list[Ints] = []
-        for want in sorted(wants, key=lambda want: want.span.header.encoding):
+        for want in sorted(wants, key=lambda want: want.span.header.kv_version):
             try:
                 files.append(want.span.kv_file(path.direct))
                 offsets.append(want.span.page_offsets(layer, want.heads, want.ordinals))
@@ -162,9 +162,9 @@ class PageBatch:
         return Pages(rows[rows >= 0], data, self.lost, num_bytes, len(batch))
 
     def _alike(self) -> list[range]:
-        """Split the numbers of the wants by how their spans encode KV."""
-        encodings = [want.span.header.encoding for want in self.wants]
-        cuts = [0, *(n for n in range(1, len(encodings)) if encodings[n] != encodings[n - 1]), len(encodings)]
+        """Split the numbers of the wants by how their spans store KV."""
+        kinds = [want.span.header.kv_version for want in self.wants]
+        cuts = [0, *(n for n in range(1, len(kinds)) if kinds[n] != kinds[n - 1]), len(kinds)]
         return [range(*pair) for pair in itertools.pairwise(cuts)]
 
     def _take(self, plan: _Plan, rows: Ints, wants: range) -> Bytes:
@@ -204,7 +204,10 @@ class PageBatch:
             mine = mine[arrived[mine]]
             here = kept[mine]
             heads, ordinals = want.heads[plan.index[here]], want.ordinals[plan.index[here]]
-            sound = want.span.good_pages(self.layer, heads, ordinals, data[mine])
+            pages_read = data[mine]
+            sound = want.span.good_pages(self.layer, heads, ordinals, pages_read)
+            if want.span.header.encrypted:
+                data[mine] = pages_read
             if not sound.all():
                 good[mine[~sound]] = False
                 pages = sorted(set(ordinals[~sound].tolist()))

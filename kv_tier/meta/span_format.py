@@ -19,6 +19,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from kv_tier.meta.encryption import TAG_BYTES
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
 from kv_tier.meta.kv_codec import KvEncoding, stored_page_bytes
 from kv_tier.meta.page_keys import KEY_BYTES, chain_keys
@@ -96,6 +97,13 @@ class SectionType(IntEnum):
     KV = 7
 
 
+ENCRYPTED = 0x100
+"""Set in the version of an encrypted span's KV section, beside its encoding."""
+
+SECRET_SECTIONS = (SectionType.TOKENS, SectionType.MEANS, SectionType.CENTROIDS)
+"""What is sealed beside KV: the others tell no token and no key."""
+
+
 def crc32c(data: bytes | Raw) -> int:
     """Compute the CRC-32C of a buffer without copying it; an array must be C-contiguous."""
     return int(google_crc32c.value(data))
@@ -119,7 +127,7 @@ class Section:
         type: a SectionType.
         offset, length: bytes; the length is without padding.
         crc: CRC-32C of section and padding; 0 for KV, whose pages have their own.
-        version: 1, or what a newer writer put there; of KV, its encoding.
+        version: 1, or what a newer writer put there; of KV, its encoding and ``ENCRYPTED``.
     """
 
     type: int
@@ -179,6 +187,7 @@ class SpanHeader(Shape):
         num_exact_pages: leading pages whose KV came from exact prefill.
         num_clusters: centroids of each (layer, KV head); 0 when the span is not clustered.
         encoding: a KvEncoding; a span in fewer bits has no exact page.
+        encrypted: pages, tokens, means and centroids are sealed, each with a tag behind it.
         parent_key: key of the page before the first; zeros when first_page is 0.
         selection: hash of the selection configuration; zeros when every page is exact.
         tp_rank, tp_size, pp_rank, pp_size: the shard.
@@ -191,6 +200,7 @@ class SpanHeader(Shape):
     num_exact_pages: int
     num_clusters: int = 0
     encoding: int = KvEncoding.RAW
+    encrypted: bool = False
     parent_key: bytes = NO_KEY
     selection: bytes = NO_SELECTION
     tp_rank: int = 0
@@ -211,7 +221,23 @@ class SpanHeader(Shape):
     @property
     def stored_page_bytes(self) -> int:
         """Bytes in the file of keys and values of one page in one (layer, KV head)."""
-        return stored_page_bytes(self.encoding, self.page_size, self.head_dim, self.bits_dtype.itemsize)
+        size = stored_page_bytes(self.encoding, self.page_size, self.head_dim, self.bits_dtype.itemsize)
+        return size + self.tag_bytes
+
+    @property
+    def tag_bytes(self) -> int:
+        """Bytes behind every part that is sealed."""
+        return TAG_BYTES if self.encrypted else 0
+
+    @property
+    def kv_version(self) -> int:
+        """Version of the KV section."""
+        return self.encoding | (ENCRYPTED if self.encrypted else 0)
+
+    @property
+    def associated(self) -> bytes:
+        """What is bound to every sealed part: the header's fields, and how KV is stored."""
+        return _pack_fields(self) + struct.pack("<I", self.kv_version)
 
     @property
     def layer_bytes(self) -> int:
@@ -286,9 +312,10 @@ def plan_sections(header: SpanHeader) -> dict[int, Section]:
     }
     sections: dict[int, Section] = {}
     offset = BLOCK_BYTES
-    for kind, length in lengths.items():
-        if length:
-            version = header.encoding if kind == SectionType.KV else SECTION_VERSION
+    for kind, plain_bytes in lengths.items():
+        if plain_bytes:
+            length = plain_bytes + (header.tag_bytes if kind in SECRET_SECTIONS else 0)
+            version = header.kv_version if kind == SectionType.KV else SECTION_VERSION
             sections[kind] = Section(kind, offset, length, version=version)
             offset = sections[kind].end
     return sections
@@ -313,15 +340,19 @@ def encode_header(header: SpanHeader, sections: Mapping[int, Section]) -> bytes:
         4096 bytes.
     """
     assert header.problem() is None, header.problem()
-    fixed = {"magic": MAGIC, "version": FORMAT_VERSION, "header_bytes": BLOCK_BYTES}
     block = bytearray(BLOCK_BYTES)
-    values = [fixed[name] if name in fixed else getattr(header, name) for name, _ in HEADER_FIELDS]
-    HEADER_STRUCT.pack_into(block, 0, *values)
+    block[: HEADER_STRUCT.size] = _pack_fields(header)
     for i, entry in enumerate(sections.values()):
         row = (entry.type, entry.version, entry.offset, entry.length, entry.crc, 0)
         SECTION_STRUCT.pack_into(block, SECTION_TABLE_OFFSET + i * SECTION_STRUCT.size, *row)
     struct.pack_into("<I", block, HEADER_CRC_OFFSET, crc32c(bytes(block[:HEADER_CRC_OFFSET])))
     return bytes(block)
+
+
+def _pack_fields(header: SpanHeader) -> bytes:
+    fixed = {"magic": MAGIC, "version": FORMAT_VERSION, "header_bytes": BLOCK_BYTES}
+    values = [fixed[name] if name in fixed else getattr(header, name) for name, _ in HEADER_FIELDS]
+    return HEADER_STRUCT.pack(*values)
 
 
 def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict[int, Section]]:
@@ -340,8 +371,9 @@ def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict
     """
     fields = _decode_fields(block, name)
     sections = _decode_sections(block, name)
-    encoding = sections[SectionType.KV].version if SectionType.KV in sections else KvEncoding.RAW
-    header = SpanHeader(**fields, num_clusters=0, encoding=encoding)
+    version = sections[SectionType.KV].version if SectionType.KV in sections else int(KvEncoding.RAW)
+    how = {"encoding": version & ~ENCRYPTED, "encrypted": bool(version & ENCRYPTED)}
+    header = SpanHeader(**fields, num_clusters=0, **how)
     problem = header.problem()
     if problem is None:
         header = replace(header, num_clusters=_num_clusters(header, sections))
@@ -394,9 +426,10 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
         kind, version, offset, length, crc, _ = row
         if kind == 0:
             break
-        known = [*KvEncoding] if kind == SectionType.KV else [SECTION_VERSION]
+        plain = [int(encoding) for encoding in KvEncoding]
+        known = plain + [ENCRYPTED | n for n in plain] if kind == SectionType.KV else [SECTION_VERSION]
         if version not in known:
-            readable = ", ".join(str(int(number)) for number in known)
+            readable = ", ".join(map(str, known))
             raise FingerprintMismatch(
                 f"{name}: section {kind} has version {version}, this build reads {readable}"
             )
@@ -406,7 +439,7 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
 
 def _num_clusters(header: SpanHeader, sections: Mapping[int, Section]) -> int:
     section = sections.get(SectionType.CENTROIDS)
-    return section.length // header.summary_bytes if section else 0
+    return (section.length - header.tag_bytes) // header.summary_bytes if section else 0
 
 
 def _sections_problem(header: SpanHeader, sections: Mapping[int, Section]) -> str | None:

@@ -64,7 +64,7 @@ def check_array(name: str, array: Raw, shape: tuple[int, ...], dtype: np.dtype[A
 def bytes_of(array: Raw, header: SpanHeader) -> Bytes:
     """View one layer's KV, C-contiguous, as flat bytes, without a copy."""
     pages = (header.num_kv_heads, header.num_pages)
-    if header.encoding == KvEncoding.RAW:
+    if header.kv_version == KvEncoding.RAW:
         check_array("kv", array, (*pages, 2, header.page_size, header.head_dim), header.bits_dtype)
     else:
         check_array("kv", array, (*pages, header.stored_page_bytes), np.dtype(np.uint8))

@@ -15,6 +15,7 @@ import torch
 
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode
 from kv_tier.request import RequestState, Row
@@ -113,12 +114,13 @@ class SyntheticEngine:
         read_path: str = "best",
         warm_up: bool = True,
         cold_encoding: ColdEncoding = "none",
+        keyring: Keyring | None = None,
     ) -> None:
         self.geometry = geometry
         self.append = append or AppendRule("exact")
         self.scale = geometry.head_dim**-0.5
         self.data_dir = DataDir.open(path, role="engine")
-        self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes)
+        self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes, keyring=keyring)
         limits = StoreLimits(
             num_pages,
             num_frames + 1,
