@@ -55,21 +55,21 @@ class SpanCipher:
     def _nonce(kind: int, number: int) -> bytes:
         return struct.pack("<IQ", kind, number)
 
-    def seal(self, kind: int, number: int, data: bytes | Bytes) -> bytes:
+    def seal(self, kind: int, number: int, data: bytes | memoryview) -> bytes:
         """Return ciphertext and tag of part ``number`` of section ``kind``."""
-        return self._cipher.encrypt(self._nonce(kind, number), memoryview(data), self._associated)
+        return self._cipher.encrypt(self._nonce(kind, number), data, self._associated)
 
     def seal_rows(self, kind: int, first: int, rows: Bytes) -> Bytes:
         """Seal [n, size] as the parts from ``first`` on: [n, size + 16]."""
-        sealed = b"".join(self.seal(kind, first + n, row) for n, row in enumerate(rows))
+        sealed = b"".join(self.seal(kind, first + n, row.data) for n, row in enumerate(rows))
         return np.frombuffer(sealed, np.uint8).reshape(len(rows), -1)
 
-    def open(self, kind: int, number: int, data: bytes | Bytes) -> bytes | None:
+    def open(self, kind: int, number: int, data: bytes | memoryview) -> bytes | None:
         """Return the plaintext of a part; None when it is not what was sealed."""
         from cryptography.exceptions import InvalidTag
 
         try:
-            return self._cipher.decrypt(self._nonce(kind, number), memoryview(data), self._associated)
+            return self._cipher.decrypt(self._nonce(kind, number), data, self._associated)
         except InvalidTag:
             return None
 
@@ -79,7 +79,7 @@ class SpanCipher:
         plain = np.zeros((len(rows), size), np.uint8)
         good = np.ones(len(rows), np.bool_)
         for n, number in enumerate(numbers.tolist()):
-            found = self.open(kind, number, rows[n])
+            found = self.open(kind, number, rows[n].data)
             if found is None:
                 good[n] = False
             else:

@@ -372,8 +372,8 @@ def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict
     fields = _decode_fields(block, name)
     sections = _decode_sections(block, name)
     version = sections[SectionType.KV].version if SectionType.KV in sections else int(KvEncoding.RAW)
-    how = {"encoding": version & ~ENCRYPTED, "encrypted": bool(version & ENCRYPTED)}
-    header = SpanHeader(**fields, num_clusters=0, **how)
+    fields |= {"encoding": version & ~ENCRYPTED, "encrypted": bool(version & ENCRYPTED)}
+    header = SpanHeader(**fields, num_clusters=0)
     problem = header.problem()
     if problem is None:
         header = replace(header, num_clusters=_num_clusters(header, sections))

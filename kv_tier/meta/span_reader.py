@@ -379,7 +379,7 @@ class SpanFile:
         if not self.header.encrypted:
             return data
         assert self._cipher is not None, f"{self.path}: encrypted, and opened without a keyring"
-        plain = self._cipher.open(kind, 0, data)
+        plain = self._cipher.open(kind, 0, data.data)
         if plain is None:
             raise CorruptExtentError(f"{self.path}: section {SectionType(kind).name} is not what was sealed")
         return np.frombuffer(bytearray(plain), np.uint8)

@@ -6,6 +6,7 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,13 @@ def test_a_part_opens_in_its_place_alone() -> None:
 
 def test_the_header_is_bound_to_every_part() -> None:
     header = replace(sample_header(), encrypted=True)
-    changes = [{"sequence": 2}, {"fingerprint": b"G" * 32}, {"tp_size": 2}, {"encoding": 2}, {"num_pages": 4}]
+    changes: list[dict[str, Any]] = [
+        {"sequence": 2},
+        {"fingerprint": b"G" * 32},
+        {"tp_size": 2},
+        {"encoding": 2},
+        {"num_pages": 4},
+    ]
     seen = {header.associated, *(replace(header, **change).associated for change in changes)}
     assert len(seen) == 1 + len(changes)
 
@@ -192,7 +199,7 @@ def test_what_has_a_right_checksum_and_a_wrong_tag_is_lost(
     right = cipher.open
     moved = int(places[2]) + 4
 
-    def swapped(kind: int, number: int, data: bytes | np.ndarray) -> bytes | None:
+    def swapped(kind: int, number: int, data: bytes | memoryview) -> bytes | None:
         return right(kind, number + 1 if (kind, number) == (SectionType.KV, moved) else number, data)
 
     monkeypatch.setattr(cipher, "open", swapped)
