@@ -29,6 +29,7 @@ def test_defaults_and_round_trip_through_the_linker_flag() -> None:
         ("eviction", "random"),
         ("append", "maybe"),
         ("cold_encoding", "int4"),
+        ("encryption_key_file", ""),
         ("persist", "never"),
         ("device_bytes", -5),
         ("dram_bytes", "2G"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +21,13 @@ from kv_tier.meta.errors import ConfigError, CorruptExtentError, FingerprintMism
 from kv_tier.meta.fsck import check_spans, repair_spans
 from kv_tier.meta.kv_codec import KvEncoding
 from kv_tier.meta.span_file import SpanFile, SpanParts, scan_spans, write_span, write_unlinked_span
-from kv_tier.meta.span_format import SectionType, SpanHeader
+from kv_tier.meta.span_format import SectionType, SpanHeader, plan_sections
 from tests.kv_tier.meta.span_samples import by_ordinal, read_pages, sample_header, sample_parts
 from tests.kv_tier.meta.test_meta_encoded_spans import encoded
 from tests.kv_tier.meta.test_meta_span_file import headers
 
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "extent_format.md").read_text(encoding="utf-8")
 KEYRING = Keyring(b"k" * 32)
 
 
@@ -93,6 +97,36 @@ def test_a_wrap_gives_its_key_to_the_right_span_and_master_key_alone() -> None:
             KEYRING.unwrap(bytes(damaged), 7)
     with pytest.raises(CorruptExtentError, match="bytes, must have"):
         KEYRING.unwrap(made.wrap[:-1], 7)
+
+
+def test_the_wrap_is_the_table_on_the_page() -> None:
+    text = PAGE.split("`keys/<id>.key` holds the key", 1)[1].split("\n## ", 1)[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    wrap = KEYRING.new_key(7).wrap
+    parts = {row[2]: wrap[int(row[0]) : int(row[0]) + int(row[1])] for row in rows[1:]}
+    assert sum(int(row[1]) for row in rows[1:]) == len(wrap)
+    assert parts["magic"] == b"KVDRWRAP" and parts["version"] == b"\x01\0\0\0" and parts["zero"] == bytes(4)
+    assert parts["span id"] == (7).to_bytes(8, "little") and parts["key id"] == KEYRING.key_id
+    assert hashlib.sha256(b"kvdrive master key id" + b"k" * 32).digest()[:8] == KEYRING.key_id
+
+
+def test_a_page_is_sealed_as_the_page_says(data_dir: DataDir) -> None:
+    parts = sealed_file(data_dir)
+    key = KEYRING.unwrap((data_dir.path / "keys" / key_name(1)).read_bytes(), 1)
+    data = data_dir.span_path(1).read_bytes()
+    span = open_span(data_dir, 1, keyring=None)
+    header = span.header
+    span.close()
+    kv = plan_sections(header)[SectionType.KV]
+    number, size = (1 * header.num_kv_heads + 0) * header.num_pages + 2, header.stored_page_bytes
+    nonce = (7).to_bytes(4, "little") + number.to_bytes(8, "little")
+    associated = data[:172] + (256 + 1).to_bytes(4, "little")
+    plain = AESGCM(key).decrypt(nonce, data[kv.offset + number * size :][:size], associated)
+    assert plain == np.asarray(parts.kv)[1, 0, 2].tobytes()
 
 
 def test_no_two_keys_are_alike() -> None:
