@@ -204,8 +204,9 @@ def _check_one(data_dir: DataDir, name: str, fs: FileSystem, report: SpanReport)
         return
     try:
         if span.header.encrypted and not _has_key(data_dir, span_id, fs):
-            detail = "its wrapped key is gone: nobody can read it"
-            report.findings.append(Finding("key-missing", where, detail, Repair.REMOVE))
+            if fs.exists(name, dir_fd=data_dir.spans_fd):  # else a live engine has just deleted both
+                detail = "its wrapped key is gone: nobody can read it"
+                report.findings.append(Finding("key-missing", where, detail, Repair.REMOVE))
             return
         _check_open_span(span, span_id, where, report)
     finally:
