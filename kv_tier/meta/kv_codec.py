@@ -113,9 +113,9 @@ def decode_pages(
 def _e4m3_codes(values: Floats) -> Bytes:
     """Round to the nearest e4m3 value, ties to even; magnitudes are at most 448."""
     _, exponents = np.frexp(values)
-    steps = np.ldexp(np.float32(1), np.maximum(exponents, -5) - 4)
-    rounded = np.rint(values / steps) * steps
-    codes: Bytes = np.searchsorted(E4M3[:127], np.abs(rounded)).astype(np.uint8)
+    exponents = np.where(values == 0, -5, np.maximum(exponents, -5))  # below 2 ** -6 steps stay the same
+    rounded = np.rint(np.ldexp(np.abs(values), 4 - exponents)).astype(np.int32)  # 8 to 16, or less below
+    codes: Bytes = ((exponents + 5) * 8 + rounded).astype(np.uint8)
     codes |= np.signbit(values).astype(np.uint8) << 7
     return codes
 
