@@ -26,11 +26,11 @@ import torch
 from kv_kernels import dispatch
 from kv_tier.frames import DUMMY_FRAME
 from kv_tier.meta.read_engine import Ints, ReadPath
-from kv_tier.meta.span_batch import GAP_BYTES, PageBatch, Pages, Wants
 from kv_tier.meta.span_file import SpanFile
 from kv_tier.modes import FetchMode
 from kv_tier.page_table import NOWHERE
 from kv_tier.request import RequestState
+from kv_tier.span_batch import GAP_BYTES, PageBatch, Pages, Wants
 from kv_tier.staging import ABSENT, IN_FLIGHT
 from kv_tier.window import Absent, WindowCaches
 

@@ -17,9 +17,9 @@ from kv_tier.frames import DUMMY_FRAME
 from kv_tier.geometry import Geometry, bits
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.read_engine import InlineEngine, Ints, ReadBuffer, ReadPath
-from kv_tier.meta.span_batch import PageBatch, Wants
 from kv_tier.meta.span_file import SpanFile
 from kv_tier.page_table import NOWHERE
+from kv_tier.span_batch import PageBatch, Wants
 
 if TYPE_CHECKING:
     from kv_tier.store import TieredStore
@@ -218,7 +218,7 @@ def _read_layer(path: ReadPath, layer: int, wanted: _Wanted, k: torch.Tensor, v:
     heads = np.arange(span.header.num_kv_heads)[:, None]
     try:
         data = span.read_layer(layer, path=path, buffer=_buffer())
-        done = _Read(data.nbytes, 1)
+        done = _Read(span.header.layer_bytes, 1)
         if len(ordinals) == span.header.num_pages:  # in the order of the file, not of the pages
             row_of = np.empty(at.shape, np.int64)
             row_of[:, ordinals] = at

@@ -10,3 +10,6 @@ RestoreMode = Literal["auto", "always"]
 EvictionName = Literal["smoothed", "lookahead", "lru", "lfu"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 DEFAULT_EVICTION: EvictionName = "smoothed"
+
+ColdEncoding = Literal["none", "int8", "fp8"]
+COLD_ENCODINGS: tuple[ColdEncoding, ...] = get_args(ColdEncoding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -15,8 +16,10 @@ import numpy as np
 
 from kv_tier.geometry import DTYPES, Geometry
 from kv_tier.meta.data_dir import DataDir, claimed_id, span_name, temporary_name
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.errors import CapacityError, ConfigError, ExtentIoError, KVDriveError
 from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.kv_codec import KvEncoding
 from kv_tier.meta.span_file import (
     SpanFile,
     SpanParts,
@@ -144,6 +147,7 @@ class SpanStore:
 
     Args:
         ssd_bytes: a number of bytes, or limits with watermarks.
+        keyring: encrypts what is written; without it encrypted spans are foreign, with it plain ones are read.
         clock_ns: nanoseconds since the epoch.
 
     Raises:
@@ -158,6 +162,7 @@ class SpanStore:
         *,
         ssd_bytes: int | SpaceLimits,
         num_outstanding: int = 2,
+        keyring: Keyring | None = None,
         fs: FileSystem = REAL,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -165,6 +170,7 @@ class SpanStore:
         self.geometry = geometry
         self.identity = identity
         self.limits = ssd_bytes if isinstance(ssd_bytes, SpaceLimits) else SpaceLimits(ssd_bytes)
+        self.keyring = keyring
         self.fs = fs
         self.clock_ns = clock_ns
         self.lock = threading.RLock()
@@ -179,6 +185,7 @@ class SpanStore:
         self.num_seal_errors = 0
         self.num_remove_errors = 0
         self.num_evicted = 0
+        self.num_transcoded = 0
         self.bytes_written = 0
         self.bytes_spilled = 0
         self.pages_written = 0
@@ -203,7 +210,7 @@ class SpanStore:
 
     def _scan(self) -> None:
         """Find what earlier engines left. Reads every span's header and index, about 1% of the bytes; no KV."""
-        found, bad = scan_spans(self.data_dir, fs=self.fs)
+        found, bad = scan_spans(self.data_dir, keyring=self.keyring, fs=self.fs)
         self.num_quarantined += sum(file.quarantined for file in bad)
         for file in bad:
             if not file.quarantined:
@@ -214,7 +221,7 @@ class SpanStore:
             map(claimed_id, names), default=0
         )  # whatever the file is, nobody overwrites it
         for span in sorted(found, key=lambda s: s.header.sequence):
-            if self._is_foreign(span.header):
+            if self._is_foreign(span.header) or span.is_closed:
                 self.num_foreign += 1
                 self.bytes_of["foreign"] += span.header.file_bytes
                 span.close()
@@ -281,12 +288,18 @@ class SpanStore:
 
     def _superseded_by(self, span: SpanFile) -> list[SpanFile]:
         """Return earlier spans of the same stretch and chain: their keys are a prefix of the new one's."""
+        if span.header.encoding != KvEncoding.RAW and not self._num_servable(span.header):
+            return []  # of another configuration, which this engine does not read
         older = {place[0].span_id: place[0] for place in self.places.get(span.keys[0], [])}
         return [s for s in older.values() if supersedes(span.header, span.keys, s.header, s.keys)]
 
     def _retire(self, span: SpanFile) -> None:
         """Forget a span and unlink its file; attached pages read on through its open descriptor."""
         self._forget(span)
+        self._unlink(span)
+
+    def _unlink(self, span: SpanFile) -> None:
+        span.retired = True
         self._account(span, "undeleted")
         self._undeleted.append(span)
         self._remove(span)
@@ -458,18 +471,15 @@ class SpanStore:
 
     def usage(self, keys: Sequence[bytes]) -> Usage:
         """Measure the files that hold any of ``keys``, each once."""
-        wanted, page_bytes = set(keys), self.geometry.page_bytes
+        wanted = set(keys)
         with self.lock:
             touched = self._touched_by(wanted)
-        num_own = sum(len(wanted.intersection(span.keys)) for span in touched)
-        num_pages = sum(span.header.num_pages for span in touched)
+        own_bytes = kv_bytes = 0
+        for span in touched:
+            kv_bytes += span.header.kv_bytes
+            own_bytes += span.header.kv_bytes // span.header.num_pages * len(wanted.intersection(span.keys))
         file_bytes = sum(span.header.file_bytes for span in touched)
-        return Usage(
-            len(touched),
-            num_own * page_bytes,
-            (num_pages - num_own) * page_bytes,
-            file_bytes - num_pages * page_bytes,
-        )
+        return Usage(len(touched), own_bytes, kv_bytes - own_bytes, file_bytes - kv_bytes)
 
     # ---- sealing --------------------------------------------------------------------------------------------
 
@@ -504,6 +514,11 @@ class SpanStore:
             job.done.set()
             self._finished.put(job)
 
+    def _take_id(self) -> int:
+        with self.lock:
+            self._next_id += 1
+            return self._next_id - 1
+
     def _header(self, job: SealJob) -> SpanHeader:
         geometry, mine = self.geometry, self.identity
         shape = Shape(
@@ -514,9 +529,6 @@ class SpanStore:
             stretch_tokens=geometry.stretch_tokens,
             dtype_code=DTYPE_CODES[geometry.dtype],
         )
-        with self.lock:
-            sequence = self._next_id
-            self._next_id += 1
         return SpanHeader.plan(
             shape,
             fingerprint=mine.fingerprint,
@@ -529,25 +541,13 @@ class SpanStore:
             first_page=job.first_page,
             num_pages=len(job.pages),
             num_exact_pages=job.num_exact,
-            sequence=sequence,
+            sequence=self._take_id(),
             num_clusters=job.parts.num_clusters,
         )
 
     def _write(self, job: SealJob) -> SpanFile:
         header = self._header(job)
-        self._reserve(header.file_bytes)
-        try:
-            if job.durable:
-                span = write_span(self.data_dir, header.sequence, header, job.parts, fs=self.fs)
-            else:
-                span = write_unlinked_span(self.data_dir, header, job.parts, fs=self.fs)
-        except ExtentIoError:
-            for name in (temporary_name(header.sequence), span_name(header.sequence)):
-                self._leftovers[name] = 0  # the writer removed it, if the disk let it
-            raise
-        finally:
-            with self.lock:
-                self.bytes_of["writing"] -= header.file_bytes
+        span = self._write_file(header, job.parts, durable=job.durable)
         span.num_attached = 1  # the job itself, until its pages are bound
         with self.lock:
             if job.durable:
@@ -560,6 +560,27 @@ class SpanStore:
                 span.retired = True  # offered to nobody
                 self._account(span, "spilled")
         return span
+
+    def _write_file(self, header: SpanHeader, parts: SpanParts, *, durable: bool) -> SpanFile:
+        """Make room and write a file; it is offered to nobody and counts as being written until it is published."""
+        key = None if self.keyring is None else self.keyring.new_key(header.sequence)
+        header = dataclasses.replace(header, encrypted=key is not None)
+        self._reserve(header.file_bytes)
+        span: SpanFile | None = None
+        try:
+            if durable:
+                span = write_span(self.data_dir, header.sequence, header, parts, key=key, fs=self.fs)
+            else:
+                span = write_unlinked_span(self.data_dir, header, parts, key=key, fs=self.fs)
+            return span
+        finally:
+            with self.lock:
+                self.bytes_of["writing"] -= header.file_bytes
+                if span is not None:
+                    self._account(span, "writing")
+                else:
+                    for name in (temporary_name(header.sequence), span_name(header.sequence)):
+                        self._leftovers[name] = 0  # the writer removed it, if the disk let it
 
     def _reserve(self, num_bytes: int) -> None:
         """Make room under ``ssd_bytes`` and take it: quarantined files go first, then idle spans by their last use.
@@ -626,6 +647,68 @@ class SpanStore:
                 del self._leftovers[name]
         self.bytes_of["leftover"] = sum(self._leftovers.values())
 
+    # ---- fewer bits -----------------------------------------------------------------------------------------
+
+    def hold_whole(self, keys: Sequence[bytes]) -> list[SpanFile]:
+        """Hold the spans that may be rewritten in fewer bits: in the model's dtype, sound, all of whose pages are in ``keys``.
+
+        Returns:
+            The spans in the order of the sequence, each with one more attached page.
+        """
+        wanted = set(keys)
+        with self.lock:
+            chosen = [
+                span
+                for span in self._touched_by(keys)
+                if span.header.encoding == KvEncoding.RAW
+                and not span.bad_pages
+                and wanted.issuperset(span.keys)
+                and self._num_servable(span.header) == span.header.num_pages
+            ]
+            for span in chosen:
+                span.num_attached += 1
+        return sorted(chosen, key=lambda span: span.header.first_page)
+
+    def rewrite(self, old: SpanFile, encoding: KvEncoding, kv: Iterable[np.ndarray]) -> SpanFile:
+        """Write a span once more with its KV encoded; it is durable and offered to nobody until ``replace``.
+
+        The next start finds both files if it comes before, and keeps the new one.
+
+        Args:
+            old: held by the caller.
+            kv: one array [kv_head, place, stored_page_bytes] uint8 per layer.
+
+        Raises:
+            CapacityError, CorruptExtentError, ExtentIoError: there is no new file.
+        """
+        header = dataclasses.replace(
+            old.header,
+            sequence=self._take_id(),
+            encoding=encoding,
+            num_exact_pages=0,
+            selection=self.identity.selection,
+        )
+        means, centroids = old.read_means(), old.read_centroids()
+        parts = SpanParts(old.tokens, old.keys, means, old.order, old.clusters, kv, centroids)
+        new = self._write_file(header, parts, durable=True)
+        with self.lock:
+            self.bytes_written += header.file_bytes
+            self.pages_written += header.num_pages
+        return new
+
+    def replace(self, old: SpanFile, new: SpanFile) -> None:
+        """Offer a rewritten span instead of the one it was made from, which leaves once nothing is attached to it."""
+        with self.lock:
+            self.last_used_ns[new.span_id] = self._touched_ns[new.span_id] = self.last_used_ns[old.span_id]
+            self._publish(new)
+            assert old.retired, (old.span_id, new.span_id)
+            self.num_transcoded += 1
+
+    def discard(self, new: SpanFile) -> None:
+        """Remove a rewritten span that nobody was offered."""
+        with self.lock:
+            self._unlink(new)
+
     def close(self) -> None:
         """Finish the queued jobs, stop the writer and close every file."""
         self._jobs.put(None)
@@ -641,6 +724,7 @@ class SpanStore:
             "seal_errors": self.num_seal_errors,
             "remove_errors": self.num_remove_errors,
             "spans_evicted": self.num_evicted,
+            "spans_transcoded": self.num_transcoded,
             "bytes_written": self.bytes_written,
             "bytes_spilled": self.bytes_spilled,
             "pages_written": self.pages_written,

@@ -105,7 +105,7 @@ def mark_exactness(table: PageTable, row: Row, size: int, sparse: bool) -> None:
     """A page is exact if its KV, and all before it, came from exact attention."""
     pages = row.pages.numpy()
     first = row.prefix_tokens // size
-    before = first == 0 or bool(table.exact[pages[first - 1]])
+    before = bool(table.exact[pages[:first]].all())  # an earlier one may have been transcoded, later ones not
     begun = row.prefix_tokens % size != 0
     table.exact[pages[first]] = before and not sparse and (not begun or bool(table.exact[pages[first]]))
     table.exact[pages[first + 1 :]] = table.exact[pages[first]]

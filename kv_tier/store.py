@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.read_engine import ReadPath, aligned_bytes, choose_read_path
 from kv_tier.meta.span_file import SpanFile, SpanParts
-from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.pipeline import Pipeline
 from kv_tier.request import DeviceIndex, RequestState
@@ -29,6 +29,7 @@ from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
 from kv_tier.staging import Staging
 from kv_tier.trace import Trace
+from kv_tier.transcode import Transcoder
 from kv_tier.window import Window, WindowCaches
 from kv_tier.window_profile import WindowProfile
 
@@ -109,6 +110,7 @@ class TieredStore:
         pages_per_cluster: centroids of a stretch are so many times fewer than its pages; they say which pages lie side by
             side in a file, and change no number.
         trace: receives what decode steps do when, owned from now on.
+        cold_encoding: what suspended sessions are transcoded to.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class TieredStore:
         pipeline: Pipeline | None = None,
         pages_per_cluster: int = PAGES_PER_CLUSTER,
         trace: Trace | None = None,
+        cold_encoding: ColdEncoding = "none",
     ) -> None:
         self.geometry = geometry
         self.limits = limits
@@ -146,6 +149,7 @@ class TieredStore:
             read_path = choose_read_path(spans.data_dir.spans_fd)
             logger.info("spans are read by %s", read_path.reason)
         self.fetcher = Fetcher(self, read_path, fetch_mode, warm_up=warm_up)
+        self.transcoder = Transcoder(self, cold_encoding)
         self._requests: dict[int, RequestState] = {}
         self.device: DeviceMemory | None = None
         if budget.pages is not None:
@@ -171,6 +175,11 @@ class TieredStore:
     def find_request(self, row: int | None, generation: int) -> RequestState | None:
         state = None if row is None else self._requests.get(row)
         return state if state is not None and state.generation == generation else None
+
+    def running_pages(self) -> Iterator[np.ndarray]:
+        """Yield the logical pages of every running request."""
+        for state in self._requests.values():
+            yield state.pages[: state.num_pages].numpy()
 
     def end_request(self, row: int) -> None:
         """Take back the device memory of a row, if it has any."""
@@ -220,8 +229,8 @@ class TieredStore:
                     span.release_tables()
                     del self.span_files[handle]
 
-    def _bind(self, pages: np.ndarray, span: SpanFile, ordinals: np.ndarray) -> None:
-        """Let pages point into a span; an earlier binding is given up."""
+    def bind(self, pages: np.ndarray, span: SpanFile, ordinals: np.ndarray) -> None:
+        """Let pages ([n] int64) point to ``ordinals`` of a span; an earlier binding is given up."""
         self._detach(pages)
         handle = id(span)
         self.span_files[handle] = span
@@ -400,7 +409,7 @@ class TieredStore:
             alive = self.table.life[job.pages] == job.lives
             pages = job.pages[alive]
             if len(pages):
-                self._bind(pages, job.span, np.flatnonzero(alive))
+                self.bind(pages, job.span, np.flatnonzero(alive))
             self.spans.release(job.span, 1)  # the job's own hold
             self.counters.pages_sealed += len(pages)
 
@@ -434,7 +443,7 @@ class TieredStore:
             for layer, table_means in enumerate(self.table.means):
                 table_means[torch.from_numpy(at)] = means[layer]
             self.counters.bytes_read += index.nbytes
-            self._bind(at, span, np.array(ordinals))
+            self.bind(at, span, np.array(ordinals))
             self.spans.release(span, len(group_pages))
             self.table.filled[at] = self.geometry.page_size
             self.table.exact[at] = np.array(ordinals) < span.header.num_exact_pages
@@ -507,14 +516,16 @@ class TieredStore:
         handles, counts = np.unique(self.table.span_of[self.table.span_of != NOWHERE], return_counts=True)
         assert set(handles.tolist()) == set(self.span_files), "attached spans and page table disagree"
         for handle, count in zip(handles.tolist(), counts.tolist(), strict=True):
-            held = self.span_files[handle].num_attached - count
-            assert held == 0 or (held == 1 and self.spans.num_outstanding), (handle, held)
+            span = self.span_files[handle]
+            most_held = bool(self.spans.num_outstanding) + self.transcoder.is_held(span)
+            assert 0 <= span.num_attached - count <= most_held, (handle, span.num_attached, count)
         if self.windows is not None:
             self.windows.check_integrity()
 
     def close(self) -> None:
         """Let the writer finish and close every file."""
         self.readers.shutdown()
+        self.transcoder.close()
         self.fetcher.close()
         self.spans.close()
         self.collect_sealed()

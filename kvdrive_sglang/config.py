@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kv_tier.meta.errors import ConfigError
-from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode, RestoreMode
+from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode, RestoreMode
 
 CONFIG_ENV = "KVDRIVE_CONFIG"
 LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
@@ -41,6 +41,10 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stretch_tokens: positions per stretch (clustering, spans).
         append: "exact", "sparse" or "auto": how new tokens after a prefix attend.
         append_sparse_max_tokens, append_exact_max_prefix_tokens: the token counts "auto" and "sparse" decide by.
+        cold_encoding: what the session service's suspend transcodes a session to: "none", "int8" or "fp8"; loses a little
+            (docs/operations.md), and part of what approximate pages are filed under.
+        encryption_key_file: encrypts spans at rest (docs/operations.md): a file of 64 hexadecimal digits that its owner alone can
+            read, kept away from data_dir. None, the default, writes them plain.
         persist: "sessions" keeps files for requests with a session id only, "all" for every request.
         restore: "auto" computes the pages of a prefix again where that was measured to be faster than reading them, "always"
             reads them (docs/operations.md).
@@ -73,6 +77,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     append: Literal["auto", "exact", "sparse"] = "auto"
     append_sparse_max_tokens: Positive = 512
     append_exact_max_prefix_tokens: NotNegative = 32768
+    cold_encoding: ColdEncoding = "none"
+    encryption_key_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     persist: Literal["sessions", "all"] = "sessions"
     restore: RestoreMode = "auto"
     device_bytes: Positive = 2048 * MIB
@@ -125,6 +131,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         }
         if self.max_kl is not None:
             fields |= {"max_kl": self.max_kl, "monitor_every": self.monitor_every}
+        if self.cold_encoding != "none":
+            fields["cold_encoding"] = f"{self.cold_encoding}/1"
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
     def linker_config(self) -> dict[str, Any]:

@@ -53,10 +53,12 @@ class ControlServer:
             "append": pool.config.append,
             "eviction": pool.config.eviction,
             "window_profile": pool.config.window_profile,
+            "cold_encoding": pool.config.cold_encoding,
         }
         self._operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "info": lambda _: self._info,
             "sealed": self._sealed,
+            "transcode": self._transcode,
             "drop": self._drop,
             "pin": self._pin,
             "usage": self._usage,
@@ -118,11 +120,18 @@ class ControlServer:
             raise BadRequest("BAD_KEYS", "a page key has 32 bytes (64 hex digits)")
         return keys
 
-    def _sealed(self, request: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def _wait_s(request: dict[str, Any]) -> float:
         wait_s = request.get("wait_s", 0.0)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
             raise BadRequest("BAD_WAIT", f"wait_s={wait_s!r}: must be a number from 0 to {MAX_WAIT_S:.0f}")
-        return {"num_sealed": self.pool.store.spans.wait_sealed(self._keys(request), float(wait_s))}
+        return float(wait_s)
+
+    def _sealed(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"num_sealed": self.pool.store.spans.wait_sealed(self._keys(request), self._wait_s(request))}
+
+    def _transcode(self, request: dict[str, Any]) -> dict[str, Any]:
+        return asdict(self.pool.store.transcoder.request(self._keys(request), self._wait_s(request)))
 
     def _drop(self, request: dict[str, Any]) -> dict[str, Any]:
         spans, keys = self.pool.store.spans, self._keys(request)

@@ -198,8 +198,10 @@ def forward(original: Any, self: Any, forward_batch: Any, *args: Any, **kwargs: 
 
 
 def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
-    """Let new prefills wait while DRAM has no frames for them; decodes go on."""
+    """Let new prefills wait while DRAM has no frames for them; decodes go on. Called between two steps, and when idle."""
     linker = linker_of(self.tree_cache)
+    if linker is not None:
+        linker.store.transcoder.swap_in()
     if linker is not None and (self.waiting_queue or self.chunked_req is not None):
         chunk = self.chunked_prefill_size or linker.store.limits.num_frames * linker.page_size
         if not linker.store.can_admit(chunk):

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule, g
 
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.errors import ConfigError, DataDirForeign
 from kv_tier.meta.fingerprint import engine_fingerprint, tokenizer_identity, weights_identity
 from kv_tier.pipeline import Pipeline
@@ -174,10 +175,11 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
                 max_requests,
             )
     require_capacity(limits, geometry, get_schedule().chunked_prefill_size or 0)
+    keyring = None if config.encryption_key_file is None else Keyring.from_file(config.encryption_key_file)
     data_dir = DataDir.open(config.data_dir, role="engine")
     identity = Identity(fingerprint=_fingerprint(config, geometry), selection=config.selection_digest())
     space = SpaceLimits(config.ssd_bytes, config.ssd_high_watermark, config.ssd_low_watermark)
-    spans = SpanStore(data_dir, geometry, identity, ssd_bytes=space)
+    spans = SpanStore(data_dir, geometry, identity, ssd_bytes=space, keyring=keyring)
     if config.strict_data_dir and spans.num_foreign:
         raise DataDirForeign(
             f"{config.data_dir} holds {spans.num_foreign} spans of another model, layout or format; name another "
@@ -192,6 +194,7 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
         pipeline=Pipeline(config.micro_batch),
         pages_per_cluster=config.pages_per_cluster,
         trace=None if config.trace_path is None else Trace(Path(config.trace_path)),
+        cold_encoding=config.cold_encoding,
     )
     logger.info(
         "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, data directory %s with %d spans",

@@ -208,3 +208,51 @@ def smooth_scores(rows, selected, bits, average, uses, priority, weights):
                 out[p] = mean[p] + use_weight * used[p]
             for p in range(1, num_pages):
                 out[p] += neighbour * mean[p - 1]
+
+
+@njit(
+    "int64(int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64[::1], int64[:, ::1])",
+    cache=True,
+)
+def plan_reads(owner, begins, ends, gap, most, grid, alignment, read_of, reads):
+    """Join pages that lie near each other in a file into reads.
+
+    Args:
+        owner: [page] int64, the file, ascending; begins, ends: [page] int64, where a page lies in it, ascending per file.
+        gap: bytes between pages that are read too; most: bytes of a read, if it is not one page.
+        grid: reads begin and end at its multiples; alignment: of every read in the buffer.
+        read_of: [page] int64, result: which read brings a page.
+        reads: [4, page + 1] int64, result: file, offset, length, place in the buffer; after the last one the buffer's size.
+
+    Returns:
+        How many reads there are.
+    """
+    count, at, i = 0, 0, 0
+    while i < len(owner):
+        first, last = i, i
+        while (
+            last + 1 < len(owner)
+            and owner[last + 1] == owner[i]
+            and begins[last + 1] - ends[last] <= gap
+            and ends[last + 1] - begins[first] <= most
+        ):
+            last += 1
+        start = begins[first] // grid * grid
+        length = -(-ends[last] // grid) * grid - start
+        reads[0, count], reads[1, count], reads[2, count], reads[3, count] = owner[i], start, length, at
+        at += -(-length // alignment) * alignment
+        for page in range(first, last + 1):
+            read_of[page] = count
+        count += 1
+        i = last + 1
+    reads[3, count] = at
+    return count
+
+
+@njit("void(uint8[::1], int64[::1], uint8[:, ::1])", cache=True)
+def copy_rows(source, at, out):
+    """Copy `source[at[i] : at[i] + row]` to every row of `out` ([n, row] uint8)."""
+    for i in range(len(at)):
+        begin = at[i]
+        for j in range(out.shape[1]):
+            out[i, j] = source[begin + j]

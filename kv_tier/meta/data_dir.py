@@ -2,6 +2,7 @@
 
 <data dir>/            0700
 |- spans/              <span id, 16 hex digits>.span, .tmp-<the same> while being written
+|- keys/               <span id, 16 hex digits>.key, the wrapped keys of encrypted spans
 |- quarantine/         spans that failed validation, kept for inspection
 |- sessions/           <session id>.log, one token log per session
 |- catalog/            files of the embedded metadata store
@@ -31,9 +32,10 @@ Role = Literal["engine", "service", "reader"]
 
 SECRET_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
-_SUBDIRECTORIES = ("spans", "quarantine", "sessions", "catalog")
+_SUBDIRECTORIES = ("spans", "keys", "quarantine", "sessions", "catalog")
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _SPAN_NAME = re.compile(r"([0-9a-f]{16})\.span")
+_KEY_NAME = re.compile(r"([0-9a-f]{16})\.key")
 _SPAN_ID = re.compile(r"(?:\.tmp-)?([0-9a-f]{16})")
 _TEMPORARY_PREFIX = ".tmp-"
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -62,6 +64,17 @@ def is_temporary(name: str) -> bool:
 def parse_span_name(name: str) -> int | None:
     """Return the span id of a file name, None when it is not a span's."""
     match = _SPAN_NAME.fullmatch(name)
+    return int(match[1], 16) if match else None
+
+
+def key_name(span_id: int) -> str:
+    """Name the file of a span's wrapped key."""
+    return span_name(span_id).removesuffix(".span") + ".key"
+
+
+def parse_key_name(name: str) -> int | None:
+    """Return the span id of a wrapped key's file name, None when it is none."""
+    match = _KEY_NAME.fullmatch(name)
     return int(match[1], 16) if match else None
 
 
@@ -103,7 +116,8 @@ class DataDir:
     Attributes:
         path: absolute path.
         role: "engine" or "service"; "reader" owns nothing and must change nothing.
-        spans_fd, quarantine_fd, sessions_fd, catalog_fd: directory handles, owned by this object.
+        spans_fd, keys_fd, quarantine_fd, sessions_fd, catalog_fd: directory handles, owned by this object; for a reader
+            ``keys_fd`` is -1 where there is no such directory.
     """
 
     def __init__(self, path: Path, role: Role, root_fd: int, lock_fd: int, fds: dict[str, int]) -> None:
@@ -111,6 +125,7 @@ class DataDir:
         self.role: Role = role
         self.root_fd = root_fd
         self.spans_fd = fds["spans"]
+        self.keys_fd = fds["keys"]
         self.quarantine_fd = fds["quarantine"]
         self.sessions_fd = fds["sessions"]
         self.catalog_fd = fds["catalog"]
@@ -163,6 +178,9 @@ class DataDir:
             _check_ours(root, root_fd, may_be_empty=False)
             fds = {}
             for name in _SUBDIRECTORIES:
+                if name == "keys" and not (root / name).exists():
+                    fds[name] = -1  # no engine that encrypts was here
+                    continue
                 with _naming(root / name, "open"):
                     fds[name] = os.open(name, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=root_fd)
                 opened.callback(os.close, fds[name])
@@ -171,7 +189,15 @@ class DataDir:
 
     def close(self) -> None:
         """Give up the lock and the handles; closing twice is harmless."""
-        for name in ("_lock_fd", "root_fd", "spans_fd", "quarantine_fd", "sessions_fd", "catalog_fd"):
+        for name in (
+            "_lock_fd",
+            "root_fd",
+            "spans_fd",
+            "keys_fd",
+            "quarantine_fd",
+            "sessions_fd",
+            "catalog_fd",
+        ):
             if (fd := getattr(self, name)) >= 0:
                 setattr(self, name, -1)
                 os.close(fd)

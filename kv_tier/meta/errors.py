@@ -5,6 +5,7 @@ KVDriveError
 |- CapacityError          a budget cannot hold what was asked for: which one, by how much
 |- CorruptExtentError     bytes on disk are not what was written: a miss, never wrong KV
 |- ExtentIoError          the operating system failed a file operation on a span
+|- CannotEncode           KV that does not go into fewer bits: it stays as it is
 |- FingerprintMismatch    intact bytes of another model, configuration or format version: a miss
 |- DataDirError           the data directory cannot be used
 |  |- DataDirBusy         another process owns it
@@ -67,6 +68,10 @@ class ExtentIoError(KVDriveError):
         at = f" at byte {offset}" if offset >= 0 else ""
         message = f"{operation} {path}{at}: errno {number} ({os.strerror(number)})"
         return cls(message, str(path), offset, number)
+
+
+class CannotEncode(KVDriveError):
+    """A key or value is no number, or too large to be stored in fewer bits."""
 
 
 class FingerprintMismatch(KVDriveError):

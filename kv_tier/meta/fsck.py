@@ -9,16 +9,17 @@ token logs and the catalog.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kv_tier.meta.data_dir import DataDir, is_temporary, parse_span_name
+from kv_tier.meta.data_dir import DataDir, is_temporary, key_name, parse_span_name
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError, FingerprintMismatch
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.span_format import SpanHeader
 from kv_tier.meta.span_reader import SpanFile
-from kv_tier.meta.span_scan import quarantine_file, supersedes
+from kv_tier.meta.span_scan import keys_without_span, quarantine_file, supersedes
 
 
 class Repair(enum.Enum):
@@ -122,6 +123,9 @@ def check_spans(
         progress(done, report.num_bytes)
     if not live:
         _find_superseded(report)
+        for name in keys_without_span(data_dir, fs):
+            detail = "the wrapped key of a span that is not there"
+            report.findings.append(Finding("leftover", f"keys/{name}", detail, Repair.REMOVE))
     kept = _list(fs, data_dir, data_dir.quarantine_fd, "quarantine")
     if kept:
         detail = f"{len(kept)} files: damaged, their pages are recomputed; delete them after a look"
@@ -140,19 +144,30 @@ def repair_spans(data_dir: DataDir, findings: Iterable[Finding], *, fs: FileSyst
         ExtentIoError: a file cannot be moved or removed.
     """
     for finding in findings:
-        name = finding.where.partition("/")[2]
+        directory, _, name = finding.where.partition("/")
         try:
             if finding.repair is Repair.REMOVE:
-                fs.unlink(name, dir_fd=data_dir.spans_fd)
+                _remove(data_dir, directory, name, fs)
             elif finding.repair is Repair.SET_ASIDE:
                 quarantine_file(data_dir, name, fs=fs)
         except OSError as error:
             raise ExtentIoError.of(error, "repair", data_dir.path / finding.where) from error
-    for dir_fd in (data_dir.quarantine_fd, data_dir.spans_fd):
+    for dir_fd in (data_dir.keys_fd, data_dir.quarantine_fd, data_dir.spans_fd):
         try:
             fs.fsync_dir(dir_fd)
         except OSError as error:
             raise ExtentIoError.of(error, "fsync the directory of", data_dir.span_path(0)) from error
+
+
+def _remove(data_dir: DataDir, directory: str, name: str, fs: FileSystem) -> None:
+    """Remove a file of ``keys/`` or ``spans/``, a span's wrapped key before it."""
+    if directory == "keys":
+        fs.unlink(name, dir_fd=data_dir.keys_fd)
+        return
+    if (span_id := parse_span_name(name)) is not None:
+        with contextlib.suppress(FileNotFoundError):
+            fs.unlink(key_name(span_id), dir_fd=data_dir.keys_fd)
+    fs.unlink(name, dir_fd=data_dir.spans_fd)
 
 
 def _list(fs: FileSystem, data_dir: DataDir, dir_fd: int, name: str) -> list[str]:
@@ -176,7 +191,7 @@ def _check_one(data_dir: DataDir, name: str, fs: FileSystem, report: SpanReport)
         report.notes.append(Finding("foreign-file", where, "not the name of a span; engines pass it over"))
         return
     try:
-        span = SpanFile.open(data_dir.span_path(span_id), dir_fd=data_dir.spans_fd, fs=fs)
+        span = SpanFile.open(data_dir.span_path(span_id), dir_fd=data_dir.spans_fd, fs=fs)  # needs no key
     except FingerprintMismatch as error:
         report.notes.append(Finding("other-version", where, str(error)))
         return
@@ -188,9 +203,18 @@ def _check_one(data_dir: DataDir, name: str, fs: FileSystem, report: SpanReport)
             report.findings.append(Finding("span-unreadable", where, str(error), Repair.SET_ASIDE))
         return
     try:
+        if span.header.encrypted and not _has_key(data_dir, span_id, fs):
+            if fs.exists(name, dir_fd=data_dir.spans_fd):  # else a live engine has just deleted both
+                detail = "its wrapped key is gone: nobody can read it"
+                report.findings.append(Finding("key-missing", where, detail, Repair.REMOVE))
+            return
         _check_open_span(span, span_id, where, report)
     finally:
         span.close()
+
+
+def _has_key(data_dir: DataDir, span_id: int, fs: FileSystem) -> bool:
+    return data_dir.keys_fd >= 0 and fs.exists(key_name(span_id), dir_fd=data_dir.keys_fd)
 
 
 def _check_open_span(span: SpanFile, span_id: int, where: str, report: SpanReport) -> None:

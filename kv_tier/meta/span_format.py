@@ -19,7 +19,9 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from kv_tier.meta.encryption import TAG_BYTES
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
+from kv_tier.meta.kv_codec import KvEncoding, stored_page_bytes
 from kv_tier.meta.page_keys import KEY_BYTES, chain_keys
 
 assert sys.byteorder == "little", "KV and index arrays are views of little-endian bytes"
@@ -70,7 +72,7 @@ SECTION_TABLE_OFFSET = HEADER_STRUCT.size
 HEADER_CRC_OFFSET = BLOCK_BYTES - 4
 
 Raw = npt.NDArray[Any]
-"""KV elements as unsigned integers of the same width: this package computes with no KV."""
+"""KV elements as unsigned integers of the same width: nothing here but ``kv_codec`` computes with KV."""
 
 _RAW_DTYPES: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint16, 2: np.uint16, 3: np.uint32}
 
@@ -93,6 +95,13 @@ class SectionType(IntEnum):
     CENTROIDS = 5
     CHECKSUMS = 6
     KV = 7
+
+
+ENCRYPTED = 0x100
+"""Set in the version of an encrypted span's KV section, beside its encoding."""
+
+SECRET_SECTIONS = (SectionType.TOKENS, SectionType.MEANS, SectionType.CENTROIDS)
+"""What is sealed beside KV: the others tell no token and no key."""
 
 
 def crc32c(data: bytes | Raw) -> int:
@@ -118,7 +127,7 @@ class Section:
         type: a SectionType.
         offset, length: bytes; the length is without padding.
         crc: CRC-32C of section and padding; 0 for KV, whose pages have their own.
-        version: 1, or what a newer writer put there.
+        version: 1, or what a newer writer put there; of KV, its encoding and ``ENCRYPTED``.
     """
 
     type: int
@@ -177,6 +186,8 @@ class SpanHeader(Shape):
         num_pages: pages in the span, at least 1.
         num_exact_pages: leading pages whose KV came from exact prefill.
         num_clusters: centroids of each (layer, KV head); 0 when the span is not clustered.
+        encoding: a KvEncoding; a span in fewer bits has no exact page.
+        encrypted: pages, tokens, means and centroids are sealed, each with a tag behind it.
         parent_key: key of the page before the first; zeros when first_page is 0.
         selection: hash of the selection configuration; zeros when every page is exact.
         tp_rank, tp_size, pp_rank, pp_size: the shard.
@@ -188,6 +199,8 @@ class SpanHeader(Shape):
     num_pages: int
     num_exact_pages: int
     num_clusters: int = 0
+    encoding: int = KvEncoding.RAW
+    encrypted: bool = False
     parent_key: bytes = NO_KEY
     selection: bytes = NO_SELECTION
     tp_rank: int = 0
@@ -206,9 +219,35 @@ class SpanHeader(Shape):
         return plan_sections(self)[SectionType.KV].end
 
     @property
+    def stored_page_bytes(self) -> int:
+        """Bytes in the file of keys and values of one page in one (layer, KV head)."""
+        size = stored_page_bytes(self.encoding, self.page_size, self.head_dim, self.bits_dtype.itemsize)
+        return size + self.tag_bytes
+
+    @property
+    def tag_bytes(self) -> int:
+        """Bytes behind every part that is sealed."""
+        return TAG_BYTES if self.encrypted else 0
+
+    @property
+    def kv_version(self) -> int:
+        """Version of the KV section."""
+        return self.encoding | (ENCRYPTED if self.encrypted else 0)
+
+    @property
+    def associated(self) -> bytes:
+        """What is bound to every sealed part: the header's fields, and how KV is stored."""
+        return _pack_fields(self) + struct.pack("<I", self.kv_version)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's region of the KV section."""
-        return self.num_kv_heads * self.num_pages * self.page_head_bytes
+        return self.num_kv_heads * self.num_pages * self.stored_page_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV section."""
+        return self.num_layers * self.layer_bytes
 
     @property
     def num_extents(self) -> int:
@@ -241,6 +280,10 @@ class SpanHeader(Shape):
                 f"num_exact_pages={self.num_exact_pages} of {self.num_pages} pages",
             ),
             (
+                self.encoding == KvEncoding.RAW or self.num_exact_pages == 0,
+                f"{self.num_exact_pages} exact pages in a span of KV encoding {self.encoding}",
+            ),
+            (
                 (self.selection == NO_SELECTION) == (self.num_exact_pages == self.num_pages),
                 "selection must be zeros if and only if every page is exact",
             ),
@@ -265,13 +308,15 @@ def plan_sections(header: SpanHeader) -> dict[int, Section]:
         SectionType.LAYOUT: 2 * 2 * header.num_extents,
         SectionType.CENTROIDS: header.num_clusters * header.summary_bytes,
         SectionType.CHECKSUMS: 4 * (header.num_extents + header.num_layers),
-        SectionType.KV: header.num_layers * header.layer_bytes,
+        SectionType.KV: header.kv_bytes,
     }
     sections: dict[int, Section] = {}
     offset = BLOCK_BYTES
-    for kind, length in lengths.items():
-        if length:
-            sections[kind] = Section(kind, offset, length)
+    for kind, plain_bytes in lengths.items():
+        if plain_bytes:
+            length = plain_bytes + (header.tag_bytes if kind in SECRET_SECTIONS else 0)
+            version = header.kv_version if kind == SectionType.KV else SECTION_VERSION
+            sections[kind] = Section(kind, offset, length, version=version)
             offset = sections[kind].end
     return sections
 
@@ -295,15 +340,19 @@ def encode_header(header: SpanHeader, sections: Mapping[int, Section]) -> bytes:
         4096 bytes.
     """
     assert header.problem() is None, header.problem()
-    fixed = {"magic": MAGIC, "version": FORMAT_VERSION, "header_bytes": BLOCK_BYTES}
     block = bytearray(BLOCK_BYTES)
-    values = [fixed[name] if name in fixed else getattr(header, name) for name, _ in HEADER_FIELDS]
-    HEADER_STRUCT.pack_into(block, 0, *values)
+    block[: HEADER_STRUCT.size] = _pack_fields(header)
     for i, entry in enumerate(sections.values()):
         row = (entry.type, entry.version, entry.offset, entry.length, entry.crc, 0)
         SECTION_STRUCT.pack_into(block, SECTION_TABLE_OFFSET + i * SECTION_STRUCT.size, *row)
     struct.pack_into("<I", block, HEADER_CRC_OFFSET, crc32c(bytes(block[:HEADER_CRC_OFFSET])))
     return bytes(block)
+
+
+def _pack_fields(header: SpanHeader) -> bytes:
+    fixed = {"magic": MAGIC, "version": FORMAT_VERSION, "header_bytes": BLOCK_BYTES}
+    values = [fixed[name] if name in fixed else getattr(header, name) for name, _ in HEADER_FIELDS]
+    return HEADER_STRUCT.pack(*values)
 
 
 def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict[int, Section]]:
@@ -322,6 +371,8 @@ def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict
     """
     fields = _decode_fields(block, name)
     sections = _decode_sections(block, name)
+    version = sections[SectionType.KV].version if SectionType.KV in sections else int(KvEncoding.RAW)
+    fields |= {"encoding": version & ~ENCRYPTED, "encrypted": bool(version & ENCRYPTED)}
     header = SpanHeader(**fields, num_clusters=0)
     problem = header.problem()
     if problem is None:
@@ -375,9 +426,12 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
         kind, version, offset, length, crc, _ = row
         if kind == 0:
             break
-        if version != SECTION_VERSION:
+        plain = [int(encoding) for encoding in KvEncoding]
+        known = plain + [ENCRYPTED | n for n in plain] if kind == SectionType.KV else [SECTION_VERSION]
+        if version not in known:
+            readable = ", ".join(map(str, known))
             raise FingerprintMismatch(
-                f"{name}: section {kind} has version {version}, this build reads {SECTION_VERSION}"
+                f"{name}: section {kind} has version {version}, this build reads {readable}"
             )
         sections[kind] = Section(kind, offset, length, crc, version)
     return sections
@@ -385,7 +439,7 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
 
 def _num_clusters(header: SpanHeader, sections: Mapping[int, Section]) -> int:
     section = sections.get(SectionType.CENTROIDS)
-    return section.length // header.summary_bytes if section else 0
+    return (section.length - header.tag_bytes) // header.summary_bytes if section else 0
 
 
 def _sections_problem(header: SpanHeader, sections: Mapping[int, Section]) -> str | None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import FileSystem
+from kv_tier.meta.kv_codec import KvEncoding
 from kv_tier.meta.span_format import Raw, SpanHeader
 
 Bytes = npt.NDArray[np.uint8]
@@ -60,9 +61,13 @@ def check_array(name: str, array: Raw, shape: tuple[int, ...], dtype: np.dtype[A
     assert array.dtype == dtype, (name, array.dtype, dtype)
 
 
-def bytes_of(array: Raw, shape: tuple[int, ...], header: SpanHeader) -> Bytes:
-    """View a C-contiguous raw array as flat bytes, without a copy."""
-    check_array("kv", array, shape, header.bits_dtype)
+def bytes_of(array: Raw, header: SpanHeader) -> Bytes:
+    """View one layer's KV, C-contiguous, as flat bytes, without a copy."""
+    pages = (header.num_kv_heads, header.num_pages)
+    if header.kv_version == KvEncoding.RAW:
+        check_array("kv", array, (*pages, 2, header.page_size, header.head_dim), header.bits_dtype)
+    else:
+        check_array("kv", array, (*pages, header.stored_page_bytes), np.dtype(np.uint8))
     assert array.flags.c_contiguous, array.strides
     return array.reshape(-1).view(np.uint8)
 

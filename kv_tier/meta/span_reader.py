@@ -16,8 +16,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kv_tier.meta.data_dir import key_name
+from kv_tier.meta.encryption import WRAP_BYTES, Keyring, SpanCipher
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.kv_codec import KvEncoding, decode_pages
 from kv_tier.meta.page_keys import KEY_BYTES
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadBuffer, ReadPath, aligned_bytes
 from kv_tier.meta.span_format import (
@@ -35,6 +38,28 @@ from kv_tier.meta.span_format import (
 from kv_tier.meta.span_io import Bytes, inverse, naming, read_into
 
 _opening = threading.Lock()
+
+
+def read_wrap(span: Path, span_id: int, keys_fd: int, fs: FileSystem) -> bytes:
+    """Read the wrapped key of a span.
+
+    Raises:
+        CorruptExtentError: there is none: the span is shredded.
+        ExtentIoError: it cannot be read.
+    """
+    path = span.with_name(key_name(span_id))
+    try:
+        fd = fs.open(path.name, os.O_RDONLY, dir_fd=keys_fd)
+    except FileNotFoundError:
+        raise CorruptExtentError(f"{span}: its key is gone, so that nobody can read it") from None
+    except OSError as error:
+        raise ExtentIoError.of(error, "open", path) from error
+    try:
+        data = np.zeros(WRAP_BYTES, np.uint8)
+        read_into(fs, fd, path, data, 0)
+    finally:
+        fs.close(fd)
+    return data.tobytes()
 
 
 @dataclass(frozen=True)
@@ -69,6 +94,9 @@ class SpanFile:
         bad_pages: ordinals of pages known to be lost; kept by the owner.
         num_attached: logical pages that point here; kept by the owner.
         retired: no longer offered, closed once nothing is attached; kept by the owner.
+
+    An encrypted span that was opened without a keyring can be verified and moved about; its tokens are zeros and its means,
+    centroids and KV cannot be asked for.
     """
 
     def __init__(
@@ -80,7 +108,8 @@ class SpanFile:
         tokens: npt.NDArray[np.uint32],
         keys: list[bytes],
         *,
-        dir_fd: int | None,
+        dir_fds: tuple[int | None, int | None] = (None, None),
+        cipher: SpanCipher | None = None,
         fs: FileSystem = REAL,
     ) -> None:
         self.path = path
@@ -92,22 +121,33 @@ class SpanFile:
         self.bad_pages: set[int] = set()
         self.num_attached = 0
         self.retired = False
-        self._dir_fd = dir_fd
+        self._dir_fd, self._keys_fd = dir_fds
+        self._cipher = cipher
         self._fs = fs
         self._tables: SpanTables | None = None
         self._direct_fd = -1
 
     @classmethod
-    def open(cls, path: Path, *, dir_fd: int | None = None, fs: FileSystem = REAL) -> Self:
+    def open(
+        cls,
+        path: Path,
+        *,
+        dir_fd: int | None = None,
+        keys_fd: int | None = None,
+        keyring: Keyring | None = None,
+        fs: FileSystem = REAL,
+    ) -> Self:
         """Open and validate everything but means, centroids and KV, which are checked when read.
 
         Args:
             path: the file; with ``dir_fd`` only its last part is used.
             dir_fd: handle of the directory that holds it, valid as long as ``unlink`` may be called.
+            keys_fd: handle of the directory of wrapped keys, likewise.
+            keyring: unwraps the key of an encrypted span.
 
         Raises:
-            CorruptExtentError: the file is not a valid span.
-            FingerprintMismatch: it is intact and of another format version.
+            CorruptExtentError: the file is not a valid span, or its wrapped key is gone or damaged.
+            FingerprintMismatch: it is intact and of another format version, or encrypted under another key.
             ExtentIoError: it cannot be opened or read.
         """
         try:
@@ -115,13 +155,20 @@ class SpanFile:
         except OSError as error:
             raise ExtentIoError.of(error, "open", path) from error
         try:
-            return cls._load(path, fd, dir_fd, fs)
+            return cls._load(path, fd, (dir_fd, keys_fd), keyring, fs)
         except BaseException:
             fs.close(fd)
             raise
 
     @classmethod
-    def _load(cls, path: Path, fd: int, dir_fd: int | None, fs: FileSystem) -> Self:
+    def _load(
+        cls,
+        path: Path,
+        fd: int,
+        dir_fds: tuple[int | None, int | None],
+        keyring: Keyring | None,
+        fs: FileSystem,
+    ) -> Self:
         try:
             size = fs.size(fd)
         except OSError as error:
@@ -131,13 +178,20 @@ class SpanFile:
         header, sections = decode_header(block.tobytes(), path)
         if size != header.file_bytes:
             raise CorruptExtentError(f"{path}: {size} bytes, its header says {header.file_bytes}")
-        no_tokens = np.empty((0, 0), np.uint32)
-        span = cls(path, fd, header, sections, no_tokens, [], dir_fd=dir_fd, fs=fs)
-        tokens = span._read_section(SectionType.TOKENS).view(np.uint32)
+        cipher = None
+        if header.encrypted and keyring is not None:
+            assert dir_fds[1] is not None, f"{path}: opened without the directory of its key"
+            wrap = read_wrap(path, header.sequence, dir_fds[1], fs)
+            cipher = SpanCipher(keyring.unwrap(wrap, header.sequence), header.associated)
+        no_tokens = np.zeros((header.num_pages, header.page_size), np.uint32)
+        span = cls(path, fd, header, sections, no_tokens, [], dir_fds=dir_fds, cipher=cipher, fs=fs)
+        sealed = span._read_section(SectionType.TOKENS)
         keys = span._read_section(SectionType.KEYS).tobytes()
-        span.tokens = tokens.reshape(header.num_pages, header.page_size)
         span.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
-        if problem := key_chain_problem(header, span.tokens, span.keys):
+        if not span.is_closed:
+            tokens = span._plain_section(SectionType.TOKENS, sealed).view(np.uint32)
+            span.tokens = tokens.reshape(header.num_pages, header.page_size)
+        if problem := span._chain_problem():
             raise CorruptExtentError(f"{path}: {problem}")
         span._read_tables()
         return span
@@ -145,6 +199,14 @@ class SpanFile:
     @property
     def span_id(self) -> int:
         return self.header.sequence
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is encrypted and was opened without a keyring."""
+        return self.header.encrypted and self._cipher is None
+
+    def _chain_problem(self) -> str | None:
+        return None if self.is_closed else key_chain_problem(self.header, self.tokens, self.keys)
 
     @property
     def bits_dtype(self) -> np.dtype[Any]:
@@ -193,7 +255,7 @@ class SpanFile:
         """
         header = self.header
         shape = (header.num_layers, header.num_kv_heads, header.num_pages, header.head_dim)
-        return self._read_section(SectionType.MEANS).view(header.bits_dtype).reshape(shape)
+        return self._plain_section(SectionType.MEANS).view(header.bits_dtype).reshape(shape)
 
     def read_centroids(self) -> Raw | None:
         """Read the centroids: [L, H, num_clusters, D] raw, None without any. Raises as ``read_means``."""
@@ -201,7 +263,7 @@ class SpanFile:
             return None
         header = self.header
         shape = (header.num_layers, header.num_kv_heads, self.header.num_clusters, header.head_dim)
-        return self._read_section(SectionType.CENTROIDS).view(header.bits_dtype).reshape(shape)
+        return self._plain_section(SectionType.CENTROIDS).view(header.bits_dtype).reshape(shape)
 
     def read_layer(
         self, layer: int, *, path: ReadPath = THROUGH_CACHE, buffer: ReadBuffer | None = None
@@ -214,14 +276,47 @@ class SpanFile:
             buffer: receives the bytes; without it, new memory does.
 
         Returns:
-            [H, num_pages, 2, page_size, D] raw, owned by the caller (or the buffer); along axis 1 the pages stand in place order
-            (``order``).
+            [H, num_pages, 2, page_size, D] raw, decoded, owned by the caller (or the buffer); along axis 1 the pages stand in
+            place order (``order``).
 
         Raises:
             CorruptExtentError: pages fail their checksum (``bad_pages``: their ordinals), or the file
                 ends early.
             ExtentIoError: the read failed.
         """
+        header = self.header
+        rows = self._read_stored_layer(layer, path, buffer).reshape(-1, header.stored_page_bytes)
+        if header.encrypted:
+            good = self._open_pages(layer * len(rows) + np.arange(len(rows)), rows)
+            self._raise_bad_pages(self.order[layer].reshape(-1)[~good].tolist(), f"layer {layer}")
+        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
+        return self.decode(rows).reshape(-1).view(header.bits_dtype).reshape(shape)
+
+    def decode(self, rows: Bytes) -> Bytes:
+        """Decode pages that were checked and opened: [n, stored_page_bytes] -> [n, page_head_bytes] uint8.
+
+        The result is the same array where nothing is encoded or sealed.
+        """
+        header = self.header
+        if header.encrypted:
+            rows = np.ascontiguousarray(rows[:, : -header.tag_bytes])
+        if header.encoding == KvEncoding.RAW:
+            return rows
+        return decode_pages(rows, header.encoding, header.page_size, header.head_dim, header.dtype_code)
+
+    def _open_pages(self, numbers: npt.NDArray[np.int64], rows: Bytes) -> npt.NDArray[np.bool_]:
+        """Replace sealed pages ([n, stored_page_bytes]) by their plaintext, tags stay; returns [n] which are what was sealed.
+
+        Args:
+            numbers: [n] where each page stands in the KV section, in pages.
+        """
+        assert self._cipher is not None, f"{self.path}: encrypted, and opened without a keyring"
+        plain, good = self._cipher.open_rows(SectionType.KV, numbers, rows)
+        rows[:, : plain.shape[1]] = plain
+        return good
+
+    def _read_stored_layer(self, layer: int, path: ReadPath, buffer: ReadBuffer | None) -> Bytes:
+        """Read and check the bytes of one layer; raises as ``read_layer``."""
         header = self.header
         fs, fd = self.kv_file(path.direct)
         offset = self._kv_offset(layer)
@@ -234,8 +329,7 @@ class SpanFile:
         data = data[offset - start :][: header.layer_bytes]
         if crc32c(data) != self.tables.layer_crcs[layer]:
             self._raise_bad_layer(layer, data)
-        shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
-        return data.view(header.bits_dtype).reshape(shape)
+        return data
 
     def verify(self) -> list[str]:
         """Read and check every byte of the file, padding included.
@@ -253,12 +347,15 @@ class SpanFile:
         self.fd = self._direct_fd = -1
 
     def unlink(self) -> None:
-        """Remove the file's name for good; reads through this object go on until ``close``.
+        """Remove the file's name for good, and before it its wrapped key; reads through this object go on until ``close``.
 
         Raises:
             ExtentIoError: it could not be removed, or the removal could not be made durable.
         """
         assert self._dir_fd is not None, f"{self.path}: opened without a directory handle"
+        if self.header.encrypted and self._keys_fd is not None:
+            with naming("unlink the key of", self.path), contextlib.suppress(FileNotFoundError):
+                self._fs.unlink(key_name(self.span_id), dir_fd=self._keys_fd)
         with naming("unlink", self.path), contextlib.suppress(FileNotFoundError):
             self._fs.unlink(self.path.name, dir_fd=self._dir_fd)
         with naming("fsync the directory of", self.path):
@@ -275,6 +372,17 @@ class SpanFile:
             found = f"crc {crc:08x}, stored {section.crc:08x}"
             raise CorruptExtentError(f"{self.path}: section {SectionType(kind).name} has {found}")
         return data[: section.length]
+
+    def _plain_section(self, kind: int, data: Bytes | None = None) -> Bytes:
+        """Read a section and open what is sealed; raises as ``read_means``."""
+        data = self._read_section(kind) if data is None else data
+        if not self.header.encrypted:
+            return data
+        assert self._cipher is not None, f"{self.path}: encrypted, and opened without a keyring"
+        plain = self._cipher.open(kind, 0, data.data)
+        if plain is None:
+            raise CorruptExtentError(f"{self.path}: section {SectionType(kind).name} is not what was sealed")
+        return np.frombuffer(bytearray(plain), np.uint8)
 
     def _read_tables(self) -> SpanTables:
         header = self.header
@@ -313,8 +421,22 @@ class SpanFile:
         """
         header, tables = self.header, self.tables
         places = tables.place_of[layer, heads, ordinals]
-        offsets = self._kv_offset(layer) + (heads * header.num_pages + places) * header.page_head_bytes
+        offsets: npt.NDArray[np.int64] = (
+            self._kv_offset(layer) + (heads * header.num_pages + places) * header.stored_page_bytes
+        )
         return offsets, tables.page_crcs[layer, heads, places]
+
+    def open_pages(self, offsets: npt.NDArray[np.int64], rows: Bytes) -> npt.NDArray[np.bool_]:
+        """Replace pages that are sealed by their plaintext.
+
+        Args:
+            offsets: [n] where they lie in the file; rows: [n, stored_page_bytes] uint8, changed in place.
+
+        Returns:
+            [n] whether a page is what was sealed.
+        """
+        begin = self.sections[SectionType.KV].offset
+        return self._open_pages((offsets - begin) // self.header.stored_page_bytes, rows)
 
     def _kv_offset(self, layer: int) -> int:
         assert 0 <= layer < self.header.num_layers, (layer, self.header.num_layers)
@@ -332,7 +454,7 @@ class SpanFile:
 
     def _bad_pages(self, layer: int, data: Bytes) -> list[int]:
         """Return the ordinals of the pages of a layer, in place order in ``data``, that fail in any head."""
-        rows = data.reshape(-1, self.header.page_head_bytes)
+        rows = data.reshape(-1, self.header.stored_page_bytes)
         crcs = np.array(crc32c_rows(rows), np.uint32)
         bad: list[int] = (
             self.tables.order[layer].reshape(-1)[crcs != self.tables.page_crcs[layer].reshape(-1)].tolist()
@@ -353,7 +475,7 @@ class SpanFile:
         yield from found
         if found:
             return
-        if problem := key_chain_problem(self.header, self.tokens, self.keys):
+        if problem := self._chain_problem():
             yield problem
         for layer in range(self.header.num_layers):
             yield from self._layer_problems(layer)
@@ -372,7 +494,7 @@ class SpanFile:
     def _layer_problems(self, layer: int) -> list[Exception]:
         found: list[Exception] = []
         with _collecting(found):
-            data = self.read_layer(layer).reshape(-1).view(np.uint8)
+            data = self._read_stored_layer(layer, THROUGH_CACHE, None)
             self._raise_bad_pages(self._bad_pages(layer, data), f"layer {layer}")
         return found
 

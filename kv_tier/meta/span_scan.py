@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_tier.meta.data_dir import DataDir, is_temporary, parse_span_name
+from kv_tier.meta.data_dir import (
+    DataDir,
+    is_temporary,
+    key_name,
+    parse_key_name,
+    parse_span_name,
+    span_name,
+)
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError, FingerprintMismatch
 from kv_tier.meta.file_system import REAL, FileSystem
+from kv_tier.meta.kv_codec import KvEncoding
 from kv_tier.meta.span_format import SpanHeader
 from kv_tier.meta.span_reader import SpanFile
 
@@ -28,7 +38,9 @@ class BadSpan:
     quarantined: bool
 
 
-def scan_spans(data_dir: DataDir, *, fs: FileSystem = REAL) -> tuple[list[SpanFile], list[BadSpan]]:
+def scan_spans(
+    data_dir: DataDir, *, keyring: Keyring | None = None, fs: FileSystem = REAL
+) -> tuple[list[SpanFile], list[BadSpan]]:
     """Open every span, quarantine the invalid ones, remove what an earlier process left half written.
 
     No bad file stops the scan. Fingerprints are the caller's to compare. One file stays open for each
@@ -37,6 +49,7 @@ def scan_spans(data_dir: DataDir, *, fs: FileSystem = REAL) -> tuple[list[SpanFi
 
     Args:
         data_dir: owned by the caller as the engine.
+        keyring: opens encrypted spans; without it they come back closed.
 
     Returns:
         The spans by ascending id, and the files that gave none.
@@ -51,12 +64,34 @@ def scan_spans(data_dir: DataDir, *, fs: FileSystem = REAL) -> tuple[list[SpanFi
     spans: list[SpanFile] = []
     bad: list[BadSpan] = []
     for name in names:
-        found = _remove_leftover(data_dir, name, fs) if is_temporary(name) else _open_one(data_dir, name, fs)
+        if is_temporary(name):
+            found: SpanFile | BadSpan | None = _remove_leftover(data_dir, name, fs)
+        else:
+            found = _open_one(data_dir, name, keyring, fs)
         if isinstance(found, SpanFile):
             spans.append(found)
         elif found is not None:
             bad.append(found)
+    for name in keys_without_span(data_dir, fs):
+        with contextlib.suppress(OSError):  # the next start tries again
+            fs.unlink(name, dir_fd=data_dir.keys_fd)
     return spans, bad
+
+
+def keys_without_span(data_dir: DataDir, fs: FileSystem = REAL) -> list[str]:
+    """List the wrapped keys whose span is not in ``spans/``: a write or a removal was cut short.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    if data_dir.keys_fd < 0:
+        return []
+    names = [(name, parse_key_name(name)) for name in fs.names(data_dir.keys_fd)]
+    return [
+        name
+        for name, span_id in names
+        if span_id is not None and not fs.exists(span_name(span_id), dir_fd=data_dir.spans_fd)
+    ]
 
 
 def _remove_leftover(data_dir: DataDir, name: str, fs: FileSystem) -> BadSpan | None:
@@ -69,12 +104,18 @@ def _remove_leftover(data_dir: DataDir, name: str, fs: FileSystem) -> BadSpan | 
     return None
 
 
-def _open_one(data_dir: DataDir, name: str, fs: FileSystem) -> SpanFile | BadSpan:
+def _open_one(data_dir: DataDir, name: str, keyring: Keyring | None, fs: FileSystem) -> SpanFile | BadSpan:
     span_id = parse_span_name(name)
     if span_id is None:
         return BadSpan(name, "not the name of a span", quarantined=False)
     try:
-        span = SpanFile.open(data_dir.span_path(span_id), dir_fd=data_dir.spans_fd, fs=fs)
+        span = SpanFile.open(
+            data_dir.span_path(span_id),
+            dir_fd=data_dir.spans_fd,
+            keys_fd=data_dir.keys_fd,
+            keyring=keyring,
+            fs=fs,
+        )
     except CorruptExtentError as error:
         return _quarantine(data_dir, name, str(error), fs)
     except (ExtentIoError, FingerprintMismatch) as error:
@@ -101,6 +142,8 @@ def _quarantine(data_dir: DataDir, name: str, reason: str, fs: FileSystem) -> Ba
 def quarantine_file(data_dir: DataDir, name: str, *, fs: FileSystem = REAL) -> str:
     """Move a file from ``spans/`` to ``quarantine/`` under a name that no earlier one has; returns that name.
 
+    Its wrapped key, if it has one, is removed: nobody reads it again.
+
     Raises:
         OSError: it cannot be moved.
     """
@@ -108,17 +151,20 @@ def quarantine_file(data_dir: DataDir, name: str, *, fs: FileSystem = REAL) -> s
     while target in taken:
         target, number = f"{name}-{number}", number + 1
     fs.rename(name, target, source_dir_fd=data_dir.spans_fd, target_dir_fd=data_dir.quarantine_fd)
+    if (span_id := parse_span_name(name)) is not None and data_dir.keys_fd >= 0:
+        with contextlib.suppress(FileNotFoundError):
+            fs.unlink(key_name(span_id), dir_fd=data_dir.keys_fd)
     return target
 
 
 def supersedes(
     new: SpanHeader, new_keys: Sequence[bytes], old: SpanHeader, old_keys: Sequence[bytes]
 ) -> bool:
-    """Tell whether a later span of the same engine holds every page of an earlier one, no less exact."""
+    """Tell whether a later span of the same engine holds every page of an earlier one, no less exact or in fewer bits."""
     return (
         old.sequence < new.sequence
         and old.first_page == new.first_page
         and len(old_keys) <= len(new_keys)
         and list(old_keys) == list(new_keys[: len(old_keys)])
-        and old.num_exact_pages <= new.num_exact_pages
+        and (old.num_exact_pages <= new.num_exact_pages or new.encoding != KvEncoding.RAW)
     )

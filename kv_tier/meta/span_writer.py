@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kv_tier.meta.data_dir import DataDir, span_name, temporary_name
+from kv_tier.meta.data_dir import DataDir, key_name, span_name, temporary_name
+from kv_tier.meta.encryption import DataKey, SpanCipher
 from kv_tier.meta.errors import ExtentIoError
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import KEY_BYTES
 from kv_tier.meta.read_engine import ALIGNMENT, aligned_bytes
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
+    SECRET_SECTIONS,
     Raw,
     Section,
     SectionType,
@@ -52,7 +55,8 @@ class SpanParts:
         order: [L, H, n] uint16; page ordinal stored at each place, a permutation per (layer, KV head).
         clusters: [L, H, n] uint16; cluster id at each place.
         kv: L arrays [H, n (place), 2 (K, V), page_size, D] raw, C-contiguous; one array [L, ...] serves too, and goes
-            past the page cache if its memory is aligned (``read_engine.aligned_bytes``).
+            past the page cache if its memory is aligned (``read_engine.aligned_bytes``). Where the header says another
+            encoding, L arrays [H, n (place), stored_page_bytes] uint8. One layer is taken at a time.
         centroids: [L, H, num_clusters, D] raw, or None without clusters.
     """
 
@@ -70,7 +74,13 @@ class SpanParts:
 
 
 def write_span(
-    data_dir: DataDir, span_id: int, header: SpanHeader, parts: SpanParts, *, fs: FileSystem = REAL
+    data_dir: DataDir,
+    span_id: int,
+    header: SpanHeader,
+    parts: SpanParts,
+    *,
+    key: DataKey | None = None,
+    fs: FileSystem = REAL,
 ) -> SpanFile:
     """Write a span that others see whole or not at all, durable when this returns.
 
@@ -79,6 +89,7 @@ def write_span(
         span_id: never used before in this directory; equals ``header.sequence``.
         header: planned for these parts.
         parts: arrays matching the header; read, not kept.
+        key: of a header that says encrypted; its wrap is durable before the span is visible.
 
     Returns:
         The span, open.
@@ -96,7 +107,9 @@ def write_span(
             raise FileExistsError(errno.EEXIST, "a span id was used twice")
         fd = fs.open(temporary, flags, dir_fd=data_dir.spans_fd)
     try:
-        span = _write_parts(fs, fd, path, header, parts, data_dir.spans_fd)
+        if key is not None:
+            write_wrap(data_dir, span_id, key.wrap, fs=fs)
+        span = _write_parts(fs, fd, path, header, parts, key, data_dir)
         with naming("fsync", path):
             fs.fsync(fd)
         fs.drop_cache(fd)
@@ -106,22 +119,30 @@ def write_span(
             fs.fsync_dir(data_dir.spans_fd)
     except BaseException:
         _discard(fs, fd, (temporary, final), data_dir.spans_fd)
+        if key is not None:
+            with contextlib.suppress(OSError):
+                fs.unlink(key_name(span_id), dir_fd=data_dir.keys_fd)
         raise
     return span
 
 
 def write_unlinked_span(
-    data_dir: DataDir, header: SpanHeader, parts: SpanParts, *, fs: FileSystem = REAL
+    data_dir: DataDir,
+    header: SpanHeader,
+    parts: SpanParts,
+    *,
+    key: DataKey | None = None,
+    fs: FileSystem = REAL,
 ) -> SpanFile:
     """Write a span that no name leads to: it lives until closed and never survives the process.
 
-    Args and Raises: as ``write_span``; nothing is made durable.
+    Args and Raises: as ``write_span``; nothing is made durable, and the key is kept in memory alone.
     """
     path = data_dir.path / "spans" / f"(unlinked span {header.sequence})"
     with naming("create", path):
         fd = _open_unlinked(fs, data_dir, header.sequence)
     try:
-        return _write_parts(fs, fd, path, header, parts, None)
+        return _write_parts(fs, fd, path, header, parts, key, None)
     except BaseException:
         _discard(fs, fd, (), data_dir.spans_fd)
         raise
@@ -153,13 +174,22 @@ def _discard(fs: FileSystem, fd: int, names: Iterable[str], dir_fd: int) -> None
 
 
 def _write_parts(
-    fs: FileSystem, fd: int, path: Path, header: SpanHeader, parts: SpanParts, dir_fd: int | None
+    fs: FileSystem,
+    fd: int,
+    path: Path,
+    header: SpanHeader,
+    parts: SpanParts,
+    key: DataKey | None,
+    data_dir: DataDir | None,
 ) -> SpanFile:
     """Write KV, then all that is before it in one piece; return the span reading through ``fd``."""
+    assert header.encrypted == (key is not None), header.encrypted
+    cipher = None if key is None else SpanCipher(key.key, header.associated)
     tokens, keys = np.array(parts.tokens, dtype=np.uint32), list(parts.keys)
     _check_parts(header, parts, tokens, keys)
     sections = plan_sections(header)
-    page_crcs, layer_crcs = _write_kv(fs, fd, path, header, parts.kv, sections[SectionType.KV])
+    kv = parts.kv if cipher is None else _sealed(header, parts.kv, cipher)
+    page_crcs, layer_crcs = _write_kv(fs, fd, path, header, kv, sections[SectionType.KV])
     arrays: dict[int, list[Raw]] = {
         SectionType.TOKENS: [tokens],
         SectionType.KEYS: [np.frombuffer(b"".join(keys), np.uint8)],
@@ -173,11 +203,41 @@ def _write_parts(
     front[:] = 0
     for kind, pieces in arrays.items():
         data = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
+        if cipher is not None and kind in SECRET_SECTIONS:
+            data = [np.frombuffer(cipher.seal(kind, 0, np.concatenate(data).data), np.uint8)]
         sections[kind] = section = with_crc(sections[kind], data)
         front[section.offset : section.offset + section.length] = np.concatenate(data)
     front[:BLOCK_BYTES] = np.frombuffer(encode_header(header, sections), np.uint8)
     _write_past_cache(fs, fd, path, front, 0, len(front))
-    return SpanFile(path, fd, header, sections, tokens, keys, dir_fd=dir_fd, fs=fs)
+    dir_fds = (None, None) if data_dir is None else (data_dir.spans_fd, data_dir.keys_fd)
+    return SpanFile(path, fd, header, sections, tokens, keys, dir_fds=dir_fds, cipher=cipher, fs=fs)
+
+
+def _sealed(header: SpanHeader, kv: Iterable[Raw], cipher: SpanCipher) -> Iterator[Raw]:
+    """Seal every page of every layer, with its tag behind it."""
+    pages = (header.num_kv_heads, header.num_pages)
+    for number, layer in enumerate(kv):
+        rows = layer.reshape(math.prod(pages), -1).view(np.uint8)
+        yield cipher.seal_rows(SectionType.KV, number * len(rows), rows).reshape(*pages, -1)
+
+
+def write_wrap(data_dir: DataDir, span_id: int, wrap: bytes, *, fs: FileSystem = REAL) -> None:
+    """Store the wrapped key of a span, durably.
+
+    Raises:
+        ExtentIoError: a file operation failed.
+    """
+    path = data_dir.path / "keys" / key_name(span_id)
+    with naming("create", path):
+        fd = fs.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd=data_dir.keys_fd)
+    try:
+        write_all(fs, fd, path, np.frombuffer(wrap, np.uint8), 0)
+        with naming("fsync", path):
+            fs.fsync(fd)
+    finally:
+        fs.close(fd)
+    with naming("fsync the directory of", path):
+        fs.fsync_dir(data_dir.keys_fd)
 
 
 def _write_kv(
@@ -194,24 +254,26 @@ def _write_kv(
             crcs = _checksums(header, kv)
             written.result()
         return crcs
-    offset = section.offset
-    layers = list(kv)
-    for layer in layers:
-        data = layer.reshape(-1).view(np.uint8)
-        write_all(fs, fd, path, data, offset)
-        offset += header.layer_bytes
-    write_all(fs, fd, path, np.zeros(section.end - offset, np.uint8), offset)
-    return _checksums(header, layers)
+
+    def write_each() -> Iterator[Raw]:
+        for number, layer in enumerate(kv):
+            offset = section.offset + number * header.layer_bytes
+            write_all(fs, fd, path, layer.reshape(-1).view(np.uint8), offset)
+            yield layer
+
+    crcs = _checksums(header, write_each())
+    end = section.offset + section.length
+    write_all(fs, fd, path, np.zeros(section.end - end, np.uint8), end)
+    return crcs
 
 
 def _checksums(header: SpanHeader, layers: Iterable[Raw]) -> tuple[Raw, Raw]:
     """Return the checksums of every page, [num_extents], and of every layer, [L]."""
-    shape = (header.num_kv_heads, header.num_pages, 2, header.page_size, header.head_dim)
     page_crcs: list[int] = []
     layer_crcs: list[int] = []
     for layer in layers:
-        data = bytes_of(layer, shape, header)
-        page_crcs += crc32c_rows(data.reshape(-1, header.page_head_bytes))
+        data = bytes_of(layer, header)
+        page_crcs += crc32c_rows(data.reshape(-1, header.stored_page_bytes))
         layer_crcs.append(crc32c(data))
     assert len(layer_crcs) == header.num_layers, (len(layer_crcs), header.num_layers)
     return np.array(page_crcs, np.uint32), np.array(layer_crcs, np.uint32)

@@ -74,5 +74,11 @@ LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
         Limit("append_read_over_selected", "≤", 1.5),
         Limit("outputs_equal", "=", True),
     ),
+    "cold": (
+        Limit("int8_kv_over_bf16", "≤", 0.57),
+        Limit("int8_agreement", "≥", 0.97),
+        Limit("int8_kl", "≤", 0.002),
+        Limit("num_texts", "≥", 8),
+    ),
     "pipeline": (Limit("sequential_over_pipelined", "≥", 1.3),),
 }

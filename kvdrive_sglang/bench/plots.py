@@ -673,6 +673,33 @@ def pipeline(rows: Rows) -> Iterator[Plot]:
     )
 
 
+# ---- cold ---------------------------------------------------------------------------------------------------------
+
+
+def cold(rows: Rows) -> Iterator[Plot]:
+    """Draw the KL that fewer bits cost as bars, with the bytes that are left."""
+    found = having(rows, ["encoding"], ["kv_over_bf16"], positive=["kl"])
+    if not found:
+        return
+
+    def paint(axes: Axes) -> None:
+        places = list(range(len(found)))
+        axes.barh(places, [row["kl"] for row in found], 0.6, color=SERIES[0])
+        for i, row in enumerate(found):
+            label = f"{show(row['kl'])} nats, {row['kv_over_bf16']:.0%} of the bytes"
+            note(axes, label, (0, i), (6, 0), va="center", fontsize=8)
+        axes.set_yticks(places, [str(row["encoding"]) for row in found])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("mean KL (nats)")
+
+    yield plot(
+        "What KV in fewer bits costs under full attention",
+        f"Bars of mean KL: {words(found, 'encoding', 'kl', 'nats')}.",
+        paint,
+    )
+
+
 PLOTS: Final[dict[str, Callable[[Rows], Iterable[Plot]]]] = {
     "exactness": exactness,
     "decode": decode,
@@ -681,5 +708,6 @@ PLOTS: Final[dict[str, Callable[[Rows], Iterable[Plot]]]] = {
     "fidelity": fidelity,
     "cache": cache,
     "tiers": tiers,
+    "cold": cold,
     "pipeline": pipeline,
 }

@@ -36,8 +36,8 @@ from kv_tier.meta.read_engine import (
     ThreadEngine,
     aligned_bytes,
 )
-from kv_tier.meta.span_batch import PageBatch, Wants
 from kv_tier.meta.span_file import write_span
+from kv_tier.span_batch import PageBatch, Wants
 from kv_tier.spans import SealJob
 from kv_tier.steps import DecodeStep, ExtendStep
 from kv_tier.within_budget import WARM_UP_QUERIES

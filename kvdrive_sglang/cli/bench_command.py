@@ -26,6 +26,7 @@ BENCHES: Final = {
     "fidelity": "kvdrive_sglang.bench.fidelity",
     "cache": "kvdrive_sglang.bench.cache",
     "pipeline": "kvdrive_sglang.bench.pipeline",
+    "cold": "kvdrive_sglang.bench.cold",
 }
 ALL: Final = "all"
 TRACED: Final = "pipeline"

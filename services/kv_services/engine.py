@@ -33,6 +33,7 @@ class EngineInfo:
         fingerprint: hex; two engines with equal ones read each other's spans.
         page_bytes: KV of one page, all layers and heads.
         context_length: most positions of a sequence.
+        cold_encoding: what suspended sessions are transcoded to; "none" leaves them.
     """
 
     pid: int
@@ -44,6 +45,7 @@ class EngineInfo:
     page_bytes: int
     context_length: int
     fingerprint: str
+    cold_encoding: str
 
     @property
     def url(self) -> str:
@@ -158,6 +160,18 @@ class Engine:
         """
         request = {"op": "sealed", "keys": [key.hex() for key in keys], "wait_s": wait_s}
         return int((await self._control(request, wait_s + self._connect_timeout_s))["num_sealed"])
+
+    async def transcode(self, keys: Sequence[bytes], wait_s: float) -> int:
+        """Have the spans all of whose pages are among `keys` stored in fewer bits, waiting up to `wait_s` seconds.
+
+        Returns:
+            How many spans stay as they are: not done in time, damaged, or no room on SSD. A repeat tries again.
+
+        Raises:
+            EngineUnavailable: no engine answers.
+        """
+        request = {"op": "transcode", "keys": [key.hex() for key in keys], "wait_s": wait_s}
+        return int((await self._control(request, wait_s + self._connect_timeout_s))["num_left"])
 
     async def drop(self, keys: Sequence[bytes], unowned: Sequence[bytes] = ()) -> Dropped:
         """Delete the spans all of whose pages are among `keys`, or whose first page that is not is among `unowned`.

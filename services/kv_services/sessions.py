@@ -38,6 +38,7 @@ MAX_TITLE_CHARACTERS = 512
 MAX_LABELS = 64
 _FIRST_LOOK_S = 1.0
 _LOOK_S = 5.0
+_TRANSCODE_S = 60.0
 
 Work = Callable[[], Awaitable[dict[str, object]]]
 
@@ -232,6 +233,8 @@ class Sessions:
     async def suspend(self, call: Call, session_id: str, timeout_s: float | None) -> SessionRow:
         """Wait until every full page is durable, then mark the session suspended.
 
+        An engine with a `cold_encoding` stores the pages that no other session has in fewer bits then, as far as time allows.
+
         Args:
             timeout_s: what the caller can wait; None leaves the service's limit.
 
@@ -369,7 +372,7 @@ class Sessions:
         await self._store.index(found)
 
     async def _suspend(self, found: Conversation, timeout_s: float) -> None:
-        catalog = self._store.catalog
+        catalog, deadline = self._store.catalog, time.monotonic() + timeout_s
         info = await self._engine.info()
         keys = await asyncio.to_thread(self._store.keys, found, info.page_size)
         await catalog.update(found.session_id, state=State.SUSPENDING)
@@ -382,6 +385,9 @@ class Sessions:
                     value=num_sealed,
                     limit=len(keys),
                 )
+            left_s = min(_TRANSCODE_S, deadline - time.monotonic())
+            if info.cold_encoding != "none" and left_s > 0:
+                await self._engine.transcode(keys[await self._store.num_shared(found, keys) :], left_s)
         except BaseException:
             await catalog.update(found.session_id, state=State.ACTIVE)
             raise

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CorruptExtentError
+from kv_tier.meta.kv_codec import KvEncoding, decode_pages, encode_pages
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.spans import Identity, SealJob, SpanStore
@@ -31,7 +32,18 @@ def kv_of(key: bytes) -> Raw:
     """Define a page's KV: [L, H, 2, page_size, head_dim] uint16 from its key."""
     g = GEOMETRY
     rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
-    return rng.integers(0, 2**16, (g.num_layers, g.num_kv_heads, 2, g.page_size, g.head_dim), dtype=np.uint16)
+    shape = (g.num_layers, g.num_kv_heads, 2, g.page_size, g.head_dim)
+    return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def seen_of(key: bytes, encoding: int) -> Raw:
+    """Define what a reader sees of a page in a span of some encoding."""
+    kv = kv_of(key)
+    if encoding == KvEncoding.RAW:
+        return kv
+    g = GEOMETRY
+    rows = encode_pages(kv, encoding, 1).reshape(g.num_layers * g.num_kv_heads, -1)
+    return decode_pages(rows, encoding, g.page_size, g.head_dim, 1).view(np.uint16).reshape(kv.shape)
 
 
 def parts_of(tokens: list[int], begin: int, end: int) -> SpanParts:
@@ -73,6 +85,18 @@ def seal_chain(store: SpanStore, tokens: list[int], done: int = 0) -> list[SealJ
     return [seal(store, tokens, begin, min(begin + PER_STRETCH, num_pages)) for begin in begins]
 
 
+def transcode(store: SpanStore, keys: list[bytes]) -> list[SpanFile]:
+    """Do to files what a suspend does with ``cold_encoding``; returns the new spans."""
+    done = []
+    for old in store.hold_whole(keys):
+        layers = range(GEOMETRY.num_layers)
+        kv = [encode_pages(old.read_layer(layer), KvEncoding.INT8, 1) for layer in layers]
+        done.append(store.rewrite(old, KvEncoding.INT8, kv))
+        store.replace(old, done[-1])
+        store.release(old, 1)
+    return done
+
+
 def read(span: SpanFile, ordinal: int) -> Raw:
     """Read one page in all layers and heads, as ``kv_of`` lays it out."""
     g = GEOMETRY
@@ -89,4 +113,4 @@ def assert_serves_nothing_wrong(store: SpanStore) -> None:
     """Read every page that the store offers and compare it with its definition."""
     for key, places in store.places.items():
         for span, ordinal in places:
-            np.testing.assert_array_equal(read(span, ordinal), kv_of(key))
+            np.testing.assert_array_equal(read(span, ordinal), seen_of(key, span.header.encoding))

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from kv_tier.meta.file_system import FileSystem
 
 SECTOR_BYTES = 512
-DIRECTORIES = ("spans", "quarantine", "sessions")
+DIRECTORIES = ("spans", "keys", "quarantine", "sessions")
 
 Keep = Literal["none", "all", "some"]
 Names = dict[tuple[str, str], int]

@@ -98,6 +98,8 @@ class FakeEngine:
         self.left: list[tuple[int, str]] = []
         self.sealed: set[str] = set()
         self.sealing = True
+        self.cold_encoding = "none"
+        self.transcoded: list[list[str]] = []
         self.page_size, self.context_length = PAGE, CONTEXT
         self._running: dict[str, asyncio.Event] = {}
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
@@ -165,11 +167,17 @@ class FakeEngine:
             "fingerprint": "00" * 32,
             "budget_tokens": "all",
             "append": "auto",
+            "cold_encoding": self.cold_encoding,
         }
 
     def _op_sealed(self, keys: list[str], wait_s: float) -> dict[str, Any]:
         run = next((n for n, key in enumerate(keys) if key not in self.sealed), len(keys))
         return {"num_sealed": run}
+
+    def _op_transcode(self, keys: list[str], wait_s: float) -> dict[str, Any]:
+        assert 0 < wait_s <= 60
+        self.transcoded.append(keys)
+        return {"num_spans": 1, "num_left": 0, "freed_bytes": 100}
 
     def _op_drop(self, keys: list[str], unowned: list[str]) -> dict[str, Any]:
         self.dropped += keys

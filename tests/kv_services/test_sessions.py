@@ -186,6 +186,30 @@ async def test_suspend_computes_pages_the_engine_forgot(world: World) -> None:
     assert suspended.num_tokens == len(HELLO) + 5
 
 
+async def test_suspend_stores_what_is_its_own_in_fewer_bits(world: World) -> None:
+    def keys() -> list[str]:
+        request = world.engine.requests[-1]
+        tokens = [*request["input_ids"], *answer[:-1]]
+        return [key.hex() for key in page_keys(tokens, PAGE, cache_salt=request["cache_salt"])]
+
+    session = (await world.client.create_session()).session_id
+    answer = await turn(world, session, HELLO, 5)
+    shared = keys()
+    await world.client.suspend(session)
+    assert world.engine.transcoded == [], "the engine is configured to leave sessions as they are"
+    await world.client.resume(session)
+    world.engine.cold_encoding = "int8"
+    fork = (await world.client.fork(session)).session_id
+    answer = await turn(world, session, HELLO, 5)
+    await world.client.suspend(session)
+    assert len(shared) == 3 and keys()[:3] == shared
+    assert world.engine.transcoded == [keys()[3:]], "the fork has the first three pages too"
+    await world.client.delete(fork)
+    await world.client.resume(session)
+    await world.client.suspend(session)
+    assert world.engine.transcoded[1:] == [keys()]
+
+
 async def test_suspend_says_what_is_missing(world: World) -> None:
     session = (await world.client.create_session()).session_id
     await turn(world, session, HELLO, 5)

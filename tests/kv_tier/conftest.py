@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kv_tier.meta.data_dir import DataDir
 from tests.models.synthetic_engine import SyntheticEngine
 
 EngineFactory = Callable[..., SyntheticEngine]
@@ -26,6 +27,12 @@ def opening_engines(tmp_path: Path, **defaults: Any) -> Iterator[EngineFactory]:
             return stack.enter_context(engine)
 
         yield make
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Iterator[DataDir]:
+    with DataDir.open(tmp_path / "data", role="engine") as opened:
+        yield opened
 
 
 @pytest.fixture

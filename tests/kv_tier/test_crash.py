@@ -1,4 +1,4 @@
-"""Power loss after every single operation of write, publish, supersede, delete, quarantine and repair.
+"""Power loss after every single operation of write, publish, supersede, transcode, delete, quarantine and repair.
 
 Whatever is left: the next engine opens it, everything acknowledged is there, nothing wrong is served, and fsck finds nothing
 that its repair does not settle.
@@ -20,6 +20,7 @@ from tests.faults.chains import (
     parts_of,
     seal,
     seal_chain,
+    transcode,
 )
 from tests.faults.crash_disk import LOSSES, Image, Loss, RecordingFileSystem, read_image, write_image
 
@@ -41,6 +42,7 @@ def work(data_dir: DataDir, fs: RecordingFileSystem) -> None:
         promise(fs, "sealed", keys_of(TRUNK[:num_tokens]))
     seal_chain(store, BRANCH, done=4)
     promise(fs, "sealed", keys_of(BRANCH))
+    assert len(transcode(store, keys_of(TRUNK)[:5])) == 1  # the first stretch, and not the page behind it
     doomed = keys_of(TRUNK)[6:]
     promise(fs, "dropping", doomed)
     store.drop(doomed)
@@ -111,8 +113,8 @@ def crash_states(fs: RecordingFileSystem) -> Iterator[tuple[int, Loss, Image]]:
 
 def test_the_work_does_what_its_names_say(recorded: RecordingFileSystem) -> None:
     kinds = [op.kind for op in recorded.log]
-    assert kinds.count("rename") == 8  # seven spans, one quarantined
-    assert kinds.count("unlink") == 3  # two superseded, one dropped
+    assert kinds.count("rename") == 9  # eight spans, one quarantined
+    assert kinds.count("unlink") == 4  # two superseded, one transcoded, one dropped
     assert len(kinds) > 60
 
 

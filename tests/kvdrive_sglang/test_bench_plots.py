@@ -47,10 +47,11 @@ SHOWN = {  # words that the texts of a benchmark's plots must hold: axes, units,
         "eviction policy",
     },
     "tiers": {"ms per token, logarithmic", "KiB per read, logarithmic", "balanced, cold", "shape"},
+    "cold": {"mean KL (nats)", "int8", "0.01 nats, 56% of the bytes"},
     "pipeline": {"batch 4", "sequential", "pipelined", "ms per token of each request"},
 }
 COUNTS = {"exactness": 2, "decode": 7, "resume": 1, "prefill": 1, "fidelity": 3}
-COUNTS |= {"cache": 8, "tiers": 5, "pipeline": 1}
+COUNTS |= {"cache": 8, "tiers": 5, "cold": 1, "pipeline": 1}
 STRANGE: list[Any] = [None, "x", True, float("nan"), float("inf"), 0, -1.0, [1], {}, 1e300, 10**400]
 
 

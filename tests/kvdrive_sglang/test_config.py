@@ -29,6 +29,8 @@ def test_defaults_and_round_trip_through_the_linker_flag() -> None:
         ("local_window_tokens", 0),
         ("eviction", "random"),
         ("append", "maybe"),
+        ("cold_encoding", "int4"),
+        ("encryption_key_file", ""),
         ("persist", "never"),
         ("device_bytes", -5),
         ("dram_bytes", "2G"),
@@ -90,5 +92,7 @@ def test_selection_digest_follows_what_selects() -> None:
         {"append": "exact"},
         {"num_sink_tokens": 8},
         {"local_window_tokens": 32},
+        {"cold_encoding": "int8"},
+        {"cold_encoding": "fp8"},
     ):
         assert parse_config({"data_dir": "d", **change}).selection_digest() != base.selection_digest()

@@ -160,9 +160,21 @@ def pipeline() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return rows, {"sequential_over_pipelined": 1.5}
 
 
+def cold() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    rows = [
+        {"encoding": name, "kv_over_bf16": share, "agreement": 0.99, "kl": kl, "kl_se": kl / 5}
+        for name, share, kl in (
+            ("bfloat16 arithmetic", 1.0, 0.001),
+            ("int8", 0.5625, 0.0005),
+            ("fp8", 0.5625, 0.01),
+        )
+    ]
+    return rows, {"int8_kv_over_bf16": 0.5625, "int8_agreement": 0.99, "int8_kl": 0.0005, "num_texts": 9}
+
+
 MADE = {
     function.__name__: function
-    for function in (exactness, decode, resume, prefill, fidelity, cache, tiers, pipeline)
+    for function in (exactness, decode, resume, prefill, fidelity, cache, tiers, cold, pipeline)
 }
 
 

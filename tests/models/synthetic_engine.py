@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +15,9 @@ import torch
 
 from kv_tier.geometry import Geometry
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.page_keys import page_keys
-from kv_tier.modes import DEFAULT_EVICTION, EvictionName, FetchMode
+from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode
 from kv_tier.pipeline import Pipeline
 from kv_tier.request import RequestState, Row
 from kv_tier.selection import Budget
@@ -23,6 +25,7 @@ from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep
 from kv_tier.store import StoreLimits, TieredStore
 from kv_tier.trace import Trace
+from kv_tier.transcode import Outcome
 from kv_tier.window_profile import WindowProfile
 from tests.models.read_paths import make_read_path
 
@@ -114,12 +117,14 @@ class SyntheticEngine:
         warm_up: bool = True,
         pipeline: Pipeline | None = None,
         trace: Trace | None = None,
+        cold_encoding: ColdEncoding = "none",
+        keyring: Keyring | None = None,
     ) -> None:
         self.geometry = geometry
         self.append = append or AppendRule("exact")
         self.scale = geometry.head_dim**-0.5
         self.data_dir = DataDir.open(path, role="engine")
-        self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes)
+        self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes, keyring=keyring)
         limits = StoreLimits(
             num_pages,
             num_frames + 1,
@@ -141,6 +146,7 @@ class SyntheticEngine:
             warm_up=warm_up,
             pipeline=pipeline,
             trace=trace,
+            cold_encoding=cold_encoding,
         )
         self.sessions: list[Session] = []
         self._free_pages = list(range(1, num_pages))
@@ -300,6 +306,15 @@ class SyntheticEngine:
         """Wait for the writer, then bind what it finished."""
         while self.spans.num_outstanding:
             self.store.collect_sealed(wait_s=30.0)
+
+    def transcode(self, keys: list[bytes], wait_s: float = 30.0) -> Outcome:
+        """Ask on another thread, as the control socket does, while this one is between two steps."""
+        with ThreadPoolExecutor(1) as control:
+            asked = control.submit(self.store.transcoder.request, keys, wait_s)
+            while not asked.done():
+                self.store.transcoder.swap_in()
+                wait([asked], timeout=0.005)
+        return asked.result()
 
     def evict(self) -> int:
         """Take the frames of all sealed pages; returns how many."""

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath
-from kv_tier.meta.span_batch import PageBatch, Wants
 from kv_tier.meta.span_file import SpanFile
 from kv_tier.meta.span_format import Raw, Shape, SpanHeader
 from kv_tier.meta.span_writer import SpanParts
+from kv_tier.span_batch import PageBatch, Wants
 
 TINY = Shape(num_layers=2, num_kv_heads=1, head_dim=2, page_size=2, stretch_tokens=8, dtype_code=1)
 
@@ -56,6 +56,16 @@ def sample_parts(header: SpanHeader, seed: int = 0) -> SpanParts:
         centroids=bits(*pages[:2], clusters, header.head_dim) if clusters else None,
         kv=bits(*pages, 2, header.page_size, header.head_dim),
     )
+
+
+def finite_kv(header: SpanHeader, seed: int = 0) -> Raw:
+    """Return KV of numbers, [L, H, n, 2, P, D] raw: random bits include those of no number."""
+    pages = (header.num_layers, header.num_kv_heads, header.num_pages)
+    shape = (*pages, 2, header.page_size, header.head_dim)
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if header.dtype_code == 1:
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(np.float16).view(np.uint16) if header.dtype_code == 2 else values.view(np.uint32)
 
 
 def sample_span(shape: Shape = TINY, *, sequence: int = 1, **fields: int) -> tuple[SpanHeader, SpanParts]:

@@ -59,6 +59,7 @@ def test_creates_a_private_tree(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
     assert {p.name for p in root.iterdir()} == {
         "spans",
+        "keys",
         "quarantine",
         "sessions",
         "catalog",

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv_tier.meta import span_batch
+from kv_tier import span_batch
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath
-from kv_tier.meta.span_batch import PageBatch, Pages, Wants
 from kv_tier.meta.span_file import SpanFile, SpanParts, write_span
 from kv_tier.meta.span_format import SectionType, Shape
+from kv_tier.span_batch import PageBatch, Pages, Wants
 from tests.faults.faulty_file_system import FaultyFileSystem
 from tests.kv_tier.meta.span_samples import by_ordinal, sample_header, sample_parts
 from tests.models.read_paths import READ_PATHS, make_read_path

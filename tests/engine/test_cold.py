@@ -1,0 +1,40 @@
+"""A suspended session in int8, in real engines: half of the bytes, and the same tokens before and after a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kv_tier.meta.page_keys import page_keys
+from tests.engine.conftest import Engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.crash]
+
+
+def test_a_transcoded_session_goes_on_alike_live_and_after_a_kill(
+    new_engine: Callable[..., Engine], real_tokens: list[int]
+) -> None:
+    engine = new_engine(budget_tokens=512, cold_encoding="int8")
+    assert engine.control("info")["cold_encoding"] == "int8"
+    prompt = real_tokens[:1500]
+    history = prompt + engine.generate(prompt, session="s").tokens
+    num_sealed, num_pages = engine.sealed(history)
+    assert num_sealed == num_pages
+    keys = [key.hex() for key in page_keys(history[:-1], 8)]
+    before = engine.control("usage", keys=keys)
+    done = engine.control("transcode", keys=keys, wait_s=30.0)
+    assert (done["num_spans"], done["num_left"]) == (2, 0), done
+    after = engine.control("usage", keys=keys)
+    assert after["kv_bytes"] == pytest.approx(0.5625 * before["kv_bytes"])
+    assert engine.control("stats")["gauges"]["ssd_retired_bytes"] == 0, "the old files are still held"
+
+    turn = history + real_tokens[2000:2020]
+    live = engine.generate(turn, session="s", new=24)
+    assert live.figures["tokens_ssd"] > 1400, "frames still hold what was not rounded"
+    engine.kill()
+    engine.start()
+    resumed = engine.generate(turn, session="s", new=24)
+    assert resumed.tokens == live.tokens
+    assert resumed.figures["tokens_ssd"] > 1400 and resumed.figures["tokens_computed"] < 64
+    assert engine.counters()["pages_lost"] == 0
