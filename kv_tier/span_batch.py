@@ -189,7 +189,7 @@ class PageBatch:
         if not len(pages):
             return np.zeros((0, self.page_bytes), np.uint8)
         batch, read_of = plan.batch, plan.read_of[pages]
-        span = self.wants[plan.owner[pages[0]]].span
+        span = self.wants[int(plan.owner[pages[0]])].span
         stored = np.empty((len(pages), span.header.stored_page_bytes), np.uint8)
         compiled.copy_rows(batch.buffer, (batch.at - batch.offsets)[read_of] + plan.offsets[pages], stored)
         arrived = (batch.results >= batch.lengths)[read_of]
