@@ -1,8 +1,9 @@
-"""A suspended session in int8, in real engines: half of the bytes, and the same tokens before and after a crash."""
+"""A suspended session in int8, encrypted, in real engines: half of the bytes, the same tokens before and after a crash."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.crash]
 
 
 def test_a_transcoded_session_goes_on_alike_live_and_after_a_kill(
-    new_engine: Callable[..., Engine], real_tokens: list[int]
+    new_engine: Callable[..., Engine], real_tokens: list[int], tmp_path: Path
 ) -> None:
-    engine = new_engine(budget_tokens=512, cold_encoding="int8")
+    key_file = tmp_path / "key"
+    key_file.write_text("5a" * 32)
+    key_file.chmod(0o600)
+    engine = new_engine(budget_tokens=512, cold_encoding="int8", encryption_key_file=str(key_file))
     assert engine.control("info")["cold_encoding"] == "int8"
     prompt = real_tokens[:1500]
     history = prompt + engine.generate(prompt, session="s").tokens
@@ -26,7 +30,7 @@ def test_a_transcoded_session_goes_on_alike_live_and_after_a_kill(
     done = engine.control("transcode", keys=keys, wait_s=30.0)
     assert (done["num_spans"], done["num_left"]) == (2, 0), done
     after = engine.control("usage", keys=keys)
-    assert after["kv_bytes"] == pytest.approx(0.5625 * before["kv_bytes"])
+    assert after["kv_bytes"] == pytest.approx((1152 + 16) / (2048 + 16) * before["kv_bytes"])
     assert engine.control("stats")["gauges"]["ssd_retired_bytes"] == 0, "the old files are still held"
 
     turn = history + real_tokens[2000:2020]
@@ -38,3 +42,5 @@ def test_a_transcoded_session_goes_on_alike_live_and_after_a_kill(
     assert resumed.tokens == live.tokens
     assert resumed.figures["tokens_ssd"] > 1400 and resumed.figures["tokens_computed"] < 64
     assert engine.counters()["pages_lost"] == 0
+    spans = {path.stem for path in (engine.data_dir / "spans").glob("*.span")}
+    assert spans == {path.stem for path in (engine.data_dir / "keys").iterdir()}
