@@ -10,6 +10,7 @@ import torch
 
 from kv_tier import spans as spans_module
 from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.encryption import DataKey
 from kv_tier.meta.file_system import FileSystem
 from kv_tier.meta.span_file import SpanFile, SpanParts, write_span
 from kv_tier.meta.span_format import SpanHeader
@@ -190,11 +191,18 @@ class Gate:
         monkeypatch.setattr(spans_module, "write_span", self)
 
     def __call__(
-        self, data_dir: DataDir, span_id: int, header: SpanHeader, parts: SpanParts, *, fs: FileSystem
+        self,
+        data_dir: DataDir,
+        span_id: int,
+        header: SpanHeader,
+        parts: SpanParts,
+        *,
+        key: DataKey | None,
+        fs: FileSystem,
     ) -> SpanFile:
         self.num_begun.release()
         assert self.open.wait(30)
-        return write_span(data_dir, span_id, header, parts, fs=fs)
+        return write_span(data_dir, span_id, header, parts, key=key, fs=fs)
 
 
 def test_the_writer_holds_whoever_is_too_fast(
