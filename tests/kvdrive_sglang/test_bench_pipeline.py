@@ -31,7 +31,7 @@ def inputs() -> Inputs:
 @pytest.fixture(scope="module")
 def directory(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("pipeline") / "8-pages"
-    seal(inputs, place, 8)
+    seal(inputs, place, BATCH, 8)
     return place
 
 
