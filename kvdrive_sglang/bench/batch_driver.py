@@ -1,13 +1,14 @@
 """Drive a store with a batch of made-up requests, without SGLang: what the pipeline benchmark and `kvdrive tune` time.
 
-One prompt is sealed once. Every request is attached to its spans under logical pages of its own, so that nothing is shared
-but the files; a part of its pages is in frames, the rest on SSD alone, read past the page cache.
+Every request has a prompt of its own, with other tokens and the same keys and values: packed once, sealed into files of its
+own. A part of its pages is in frames, the rest on SSD alone, read past the page cache.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,7 @@ from kv_tier.meta.page_keys import page_keys
 from kv_tier.pipeline import Pipeline
 from kv_tier.request import Row
 from kv_tier.selection import Budget
-from kv_tier.spans import SpanStore
+from kv_tier.spans import SealJob, SpanStore
 from kv_tier.steps import DecodeStep
 from kv_tier.store import StoreLimits, TieredStore
 from kvdrive_sglang.bench.made_up import Inputs
@@ -30,8 +31,14 @@ from kvdrive_sglang.bench.tier_driver import IDENTITY, LOCAL_TOKENS, SINK_TOKENS
 SEAL = Setup("seal", "blockwise", 0.25, False)
 
 
-def seal(inputs: Inputs, directory: Path, pages_per_cluster: int) -> None:
-    """Write the prompt's spans into a new data directory."""
+def prompt_of(inputs: Inputs, request: int) -> np.ndarray:
+    """Return the prompt of one request of the batch, [token] uint32."""
+    return np.array(inputs.tokens[: inputs.num_prompt], dtype=np.uint32) + np.uint32(request)
+
+
+def seal(inputs: Inputs, directory: Path, batch: int, pages_per_cluster: int) -> None:
+    """Write the spans of the prompts of ``batch`` requests into a new data directory."""
+    size = inputs.geometry.page_size
     with TierSession(
         directory,
         inputs.geometry,
@@ -41,6 +48,18 @@ def seal(inputs: Inputs, directory: Path, pages_per_cluster: int) -> None:
         lambda layer: inputs.queries[layer][0],
         pages_per_cluster=pages_per_cluster,
     ) as session:
+        submit = session.spans.submit
+        prompts = [prompt_of(inputs, request) for request in range(batch)]
+        keys = [page_keys(prompt, size) for prompt in prompts]
+
+        def submit_for_all(job: SealJob) -> None:
+            pages = slice(job.first_page, job.first_page + len(job.pages))
+            for prompt, its_keys in zip(prompts, keys, strict=True):
+                parts = replace(job.parts, tokens=prompt.reshape(-1, size)[pages], keys=its_keys[pages])
+                parent = its_keys[pages.start - 1] if pages.start else bytes(32)
+                submit(replace(job, parent_key=parent, parts=parts, done=threading.Event()))
+
+        session.spans.submit = submit_for_all  # type: ignore[method-assign]
         session.seal(lambda layer: (inputs.k[layer], inputs.v[layer]))
 
 
@@ -59,7 +78,7 @@ class BatchSession:
 
     Args:
         directory: where ``seal`` wrote.
-        batch: requests, at most those of ``inputs``.
+        batch: requests, at most as many as were sealed.
         budget_tokens: attended per step.
         window_multiple: window caches, in budgets.
         frame_share: frames for so much of the requests' pages, evenly spread.
@@ -105,10 +124,9 @@ class BatchSession:
 
     def _attach(self, num_resident: int) -> None:
         inputs, num_pages = self.inputs, self.inputs.geometry.num_pages(self.inputs.num_prompt)
-        tokens = np.array(inputs.tokens[: inputs.num_prompt], dtype=np.uint32)
-        keys = page_keys(tokens, inputs.geometry.page_size)
         resident = np.linspace(0, num_pages, num_resident, endpoint=False).astype(np.int64)
-        for pages in self.pages:
+        for request, pages in enumerate(self.pages):
+            keys = page_keys(prompt_of(inputs, request), inputs.geometry.page_size)
             assert self.store.attach(pages[:num_pages].numpy(), keys), "the prompt is not in its spans"
             if num_resident:
                 kept = pages[resident].numpy()

@@ -62,7 +62,7 @@ def stays_for(rates: np.ndarray, steps: int, num_pages: int, head_dim: int = HEA
 
 
 class Inputs:
-    """What a model would compute for a batch over one prompt: everybody attends the same keys, by queries of their own.
+    """What a model would compute for a batch of prompts: the same keys and values for each, and queries of its own.
 
     Args:
         num_prompt: tokens of the prompt, whole stretches.

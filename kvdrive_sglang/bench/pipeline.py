@@ -85,7 +85,7 @@ def run(full: bool, progress: Progress) -> BenchResult:
             progress(f"making up {PROMPT:,} tokens of an 8B model's shape, hit rate {hit_rate}")
             inputs = Inputs(GEOMETRY, GROUP, PROMPT, STEPS, max(BATCHES), hit_rate)
             place = directory / f"hits-{hit_rate}" / spans_name(DEFAULTS.pages_per_cluster)
-            seal(inputs, place, DEFAULTS.pages_per_cluster)
+            seal(inputs, place, max(BATCHES), DEFAULTS.pages_per_cluster)
             for batch in BATCHES:
                 with open_session(inputs, place, batch) as session:
                     rows += compare(session, 2 * REPEATS if full else REPEATS, progress)

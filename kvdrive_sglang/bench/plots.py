@@ -653,21 +653,22 @@ def _cost(rows: Rows, key: str, title: str, unit: str) -> Plot:
 
 
 def pipeline(rows: Rows) -> Iterator[Plot]:
-    """Draw the time of a step, sequential against pipelined, by batch."""
-    found = [
-        {**row, "group": f"{row['load']}, batch {row['batch']}" if "load" in row else f"batch {row['batch']}"}
-        for row in having(rows, ["mode"], ["batch", "ms_per_token"])
-    ]
-    if not found:
-        return
+    """Draw the time of a step by batch and plan, a plot for each load."""
+    found = having(rows, ["mode", "load"], ["batch", "ms_per_token"])
+    for load in distinct(found, "load"):
+        yield _plans(
+            load, [{**row, "group": f"batch {row['batch']}"} for row in found if row["load"] == load]
+        )
 
+
+def _plans(load: str, rows: Rows) -> Plot:
     def paint(axes: Axes) -> None:
-        bars(axes, found, "group", "mode", "ms_per_token")
+        bars(axes, rows, "group", "mode", "ms_per_token")
         axes.set_ylabel("ms per token of each request")
 
-    named = [{**row, "name": f"{row['group']} {row['mode']}"} for row in found]
-    yield plot(
-        "Stages one after another against stages that overlap",
+    named = [{**row, "name": f"{row['group']} {row['mode']}"} for row in rows]
+    return plot(
+        f"Stages one after another against stages that overlap: {load}",
         f"Bars by batch: {words(named, 'name', 'ms_per_token', 'ms')}.",
         paint,
     )

@@ -105,7 +105,7 @@ class StoreCost:
         self.close()
         path = self.directory / spans_name(settings.pages_per_cluster)
         if not path.exists():
-            seal(self.inputs, path, settings.pages_per_cluster)
+            seal(self.inputs, path, self.batch, settings.pages_per_cluster)
         self._session = BatchSession(
             self.inputs,
             path,

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -107,6 +106,8 @@ def window_multiples(
     Args:
         geometry: the model's shape, whatever its number of layers.
     """
+    import numpy as np
+
     from kv_tier.window import WindowCaches
 
     whole, num_pages = replace(geometry, num_layers=num_layers), geometry.num_pages(num_tokens)

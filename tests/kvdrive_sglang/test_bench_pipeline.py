@@ -31,7 +31,7 @@ def inputs() -> Inputs:
 @pytest.fixture(scope="module")
 def directory(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("pipeline") / "8-pages"
-    seal(inputs, place, 8)
+    seal(inputs, place, BATCH, 8)
     return place
 
 
@@ -59,7 +59,7 @@ def test_rows_and_summary_of_a_small_run(session: BatchSession, monkeypatch: pyt
     summary = pipeline.summarise(rows)
     assert set(pipeline.SUMMARY_KEYS) - set(summary) == {"default_over_tuned", "outputs_equal"}
     assert {limit.key for limit in LIMITS["pipeline"]} <= set(summary)
-    assert len(list(PLOTS["pipeline"](rows))) == 1
+    assert len(list(PLOTS["pipeline"](rows))) == 2
     assert said[-1] == "hits 0.8, batch 3: turn 4 of 4"
 
 
