@@ -32,6 +32,8 @@ MAX_SECTIONS = 8
 MAX_PAGES = 2**16 - 1
 NO_KEY = bytes(32)
 NO_SELECTION = bytes(32)
+NO_SKETCH = bytes(32)
+DIGEST_BYTES = 32
 
 HEADER_FIELDS: tuple[tuple[str, str], ...] = (
     ("magic", "8s"),
@@ -91,6 +93,7 @@ class SectionType(IntEnum):
     MEANS = 3
     LAYOUT = 4
     CENTROIDS = 5
+    SKETCH = 8
     CHECKSUMS = 6
     KV = 7
 
@@ -177,6 +180,7 @@ class SpanHeader(Shape):
         num_pages: pages in the span, at least 1.
         num_exact_pages: leading pages whose KV came from exact prefill.
         num_clusters: centroids of each (layer, KV head); 0 when the span is not clustered.
+        sketch_bytes: of one page in one (layer, KV head); 0 when the span holds no sketch.
         parent_key: key of the page before the first; zeros when first_page is 0.
         selection: hash of the selection configuration; zeros when every page is exact.
         tp_rank, tp_size, pp_rank, pp_size: the shard.
@@ -188,6 +192,7 @@ class SpanHeader(Shape):
     num_pages: int
     num_exact_pages: int
     num_clusters: int = 0
+    sketch_bytes: int = 0
     parent_key: bytes = NO_KEY
     selection: bytes = NO_SELECTION
     tp_rank: int = 0
@@ -264,6 +269,7 @@ def plan_sections(header: SpanHeader) -> dict[int, Section]:
         SectionType.MEANS: header.num_pages * header.summary_bytes,
         SectionType.LAYOUT: 2 * 2 * header.num_extents,
         SectionType.CENTROIDS: header.num_clusters * header.summary_bytes,
+        SectionType.SKETCH: header.sketch_bytes and DIGEST_BYTES + header.num_extents * header.sketch_bytes,
         SectionType.CHECKSUMS: 4 * (header.num_extents + header.num_layers),
         SectionType.KV: header.num_layers * header.layer_bytes,
     }
@@ -325,7 +331,11 @@ def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict
     header = SpanHeader(**fields, num_clusters=0)
     problem = header.problem()
     if problem is None:
-        header = replace(header, num_clusters=_num_clusters(header, sections))
+        header = replace(
+            header,
+            num_clusters=_num_clusters(header, sections),
+            sketch_bytes=_sketch_bytes(header, sections),
+        )
         problem = _sections_problem(header, sections)
     if problem is None and encode_header(header, sections) != block:
         problem = "the header is not in canonical form"
@@ -386,6 +396,11 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
 def _num_clusters(header: SpanHeader, sections: Mapping[int, Section]) -> int:
     section = sections.get(SectionType.CENTROIDS)
     return section.length // header.summary_bytes if section else 0
+
+
+def _sketch_bytes(header: SpanHeader, sections: Mapping[int, Section]) -> int:
+    section = sections.get(SectionType.SKETCH)
+    return max(0, section.length - DIGEST_BYTES) // header.num_extents if section else 0
 
 
 def _sections_problem(header: SpanHeader, sections: Mapping[int, Section]) -> str | None:

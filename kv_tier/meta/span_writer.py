@@ -23,6 +23,7 @@ from kv_tier.meta.page_keys import KEY_BYTES
 from kv_tier.meta.read_engine import ALIGNMENT, aligned_bytes
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
+    NO_SKETCH,
     Raw,
     Section,
     SectionType,
@@ -54,6 +55,7 @@ class SpanParts:
         kv: L arrays [H, n (place), 2 (K, V), page_size, D] raw, C-contiguous; one array [L, ...] serves too, and goes
             past the page cache if its memory is aligned (``read_engine.aligned_bytes``).
         centroids: [L, H, num_clusters, D] raw, or None without clusters.
+        sketch: [L, H, n, sketch_bytes] uint8, by page ordinal, or None; sketch_digest: 32 bytes, what it was made with.
     """
 
     tokens: Raw
@@ -63,10 +65,16 @@ class SpanParts:
     clusters: Raw
     kv: Iterable[Raw]
     centroids: Raw | None = None
+    sketch: Raw | None = None
+    sketch_digest: bytes = NO_SKETCH
 
     @property
     def num_clusters(self) -> int:
         return 0 if self.centroids is None else int(self.centroids.shape[2])
+
+    @property
+    def sketch_bytes(self) -> int:
+        return 0 if self.sketch is None else int(self.sketch.shape[3])
 
 
 def write_span(
@@ -169,6 +177,8 @@ def _write_parts(
     }
     if parts.centroids is not None:
         arrays[SectionType.CENTROIDS] = [parts.centroids]
+    if parts.sketch is not None:
+        arrays[SectionType.SKETCH] = [np.frombuffer(parts.sketch_digest, np.uint8), parts.sketch]
     front = aligned_bytes(sections[SectionType.KV].offset)
     front[:] = 0
     for kind, pieces in arrays.items():
@@ -177,7 +187,9 @@ def _write_parts(
         front[section.offset : section.offset + section.length] = np.concatenate(data)
     front[:BLOCK_BYTES] = np.frombuffer(encode_header(header, sections), np.uint8)
     _write_past_cache(fs, fd, path, front, 0, len(front))
-    return SpanFile(path, fd, header, sections, tokens, keys, dir_fd=dir_fd, fs=fs)
+    span = SpanFile(path, fd, header, sections, tokens, keys, dir_fd=dir_fd, fs=fs)
+    span.sketch_digest = parts.sketch_digest
+    return span
 
 
 def _write_kv(
@@ -259,3 +271,6 @@ def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequen
         shape = (*pages[:2], header.num_clusters, header.head_dim)
         check_array("centroids", parts.centroids, shape, header.bits_dtype)
         assert int(parts.clusters.max()) < header.num_clusters, (parts.clusters.max(), header.num_clusters)
+    assert parts.sketch_bytes == header.sketch_bytes, (parts.sketch_bytes, header.sketch_bytes)
+    if parts.sketch is not None:
+        check_array("sketch", parts.sketch, (*pages, header.sketch_bytes), np.dtype(np.uint8))
