@@ -10,3 +10,6 @@ RestoreMode = Literal["auto", "always"]
 EvictionName = Literal["smoothed", "lookahead", "lru", "lfu"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 DEFAULT_EVICTION: EvictionName = "smoothed"
+
+IndexName = Literal["means", "sketch", "two_level"]
+INDEXES: tuple[IndexName, ...] = get_args(IndexName)

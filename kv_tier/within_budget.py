@@ -12,10 +12,8 @@ import torch
 
 from kv_tier.attention import attend_all, attend_selected
 from kv_tier.request import RequestState, Row
-from kv_tier.selection import Budget, score_pages, select_pages
+from kv_tier.selection import Budget, Scope, select_pages
 from kv_tier.store import TieredStore
-
-WARM_UP_QUERIES = 32  # of a prompt's end
 
 
 def fetch_selected(
@@ -66,10 +64,9 @@ def warm_up(
     if not store.fetcher.warm_up or budget.covers(num_pages):
         return
     _, index = store.device_memory(state)
-    means = index.extend_to(layer, num_pages, state.pages, store.table)
     local = min(budget.first_local_page(row.num_tokens), num_pages)
-    last = query[-WARM_UP_QUERIES:].permute(1, 0, 2, 3).flatten(1, 2)
-    scores = score_pages(last, means, num_pages, local, budget, scale)
+    last = query[-index.num_warm_up_queries :].permute(1, 0, 2, 3).flatten(1, 2)
+    scores = index.rank(layer, last, state.pages, Scope(num_pages, num_pages, local, budget), scale)
     store.fetcher.warm(layer, state, scores, from_ssd=from_ssd)
 
 
@@ -119,8 +116,12 @@ class SparseBatch:
         self.states = [row.state for row in rows]
         self.indexes = [store.device_memory(state)[1] for state in self.states]
         size = store.geometry.page_size
-        self.local = [budget.first_local_page(row.num_tokens) for row in rows]
-        num_pages = max(len(row.pages) for row in rows)
+        counts = [len(row.pages) for row in rows]
+        self.scopes = [
+            Scope(count - 1, count, budget.first_local_page(row.num_tokens), budget)
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        num_pages = max(counts)
         self.scores = torch.full((len(rows), store.geometry.num_kv_heads, num_pages), float("-inf"))
         self.offsets = torch.tensor([[row.prefix_tokens % size] for row in rows])
         assert budget.pages is not None
@@ -141,11 +142,9 @@ class SparseBatch:
             [request, kv_head, group, head_dim].
         """
         store = self.store
-        for i, (row, index) in enumerate(zip(self.rows, self.indexes, strict=True)):
-            num_pages = len(row.pages)
-            means = index.extend_to(layer, num_pages - 1, row.state.pages, store.table)
-            scores = score_pages(query[i], means, num_pages, self.local[i], self.budget, scale)
-            self.scores[i, :, :num_pages] = scores
+        for i, (state, index, scope) in enumerate(zip(self.states, self.indexes, self.scopes, strict=True)):
+            scores = index.rank(layer, query[i], state.pages, scope, scale)
+            self.scores[i, :, : scope.num_pages] = scores
         at = fetch_selected(store, layer, self.states, select_pages(self.scores, self.budget), self.scores)
         append_new(store, layer, at[:, :, -1], self.offsets, k, v)
         return attend_selected(query, *gather(store, layer, at), self.mask, scale)

@@ -28,6 +28,7 @@ import torch
 
 from kv_tier.attention import attend_masked
 from kv_tier.geometry import Geometry
+from kv_tier.index import WARM_UP_QUERIES
 from kv_tier.meta.read_engine import (
     ReadBatch,
     ReadEngine,
@@ -41,7 +42,6 @@ from kv_tier.meta.span_file import write_span
 from kv_tier.spans import SealJob
 from kv_tier.steps import DecodeStep, ExtendStep
 from kv_tier.window import WindowCaches
-from kv_tier.within_budget import WARM_UP_QUERIES
 from kvdrive_sglang.bench.engines import BenchFailed, Progress, model_path, scratch
 from kvdrive_sglang.bench.report import BenchResult
 from kvdrive_sglang.bench.texts import ModelTokenizer, prompts
