@@ -246,10 +246,10 @@ def _read_codes(packed, weights, logits):
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
-def _power_sums(logits, top, powers, fractions, sums):
+def _power_sums(logits, top, powers, scaled, fractions, sums):
     """Fill `sums` ([16] float32) with the sums over i of 2 ** (logits[16 i + lane] - top), no exponent above 0.
 
-    A power is a power of two, made from an exponent's bits (`powers`, int32), times a polynomial of the rest (`fractions`).
+    A power is a power of two, made from an exponent's bits (`powers`, int32, seen as float32 through `scaled`), times a polynomial of the rest (`fractions`).
     """
     for c in range(len(logits)):
         x = logits[c] - top
@@ -263,13 +263,11 @@ def _power_sums(logits, top, powers, fractions, sums):
         y = y * f + np.float32(6.9314718e-1)
         fractions[c] = y * f + np.float32(1)
         powers[c] = (k + np.int32(127)) << np.int32(23)
-    scaled = powers.view(np.float32)
     for c in range(16):
         sums[c] = np.float32(0)
     for i in range(0, len(logits), 16):
-        value, power = fractions[i : i + 16], scaled[i : i + 16]
         for c in range(16):
-            sums[c] += value[c] * power[c]
+            sums[c] += fractions[i + c] * scaled[i + c]
 
 
 @njit(
@@ -296,7 +294,9 @@ def sketch_score(weights, blocks, scores):
     sums = np.empty((num_blocks, 16), dtype=np.float32)
     masses = np.empty((num_blocks, 16), dtype=np.float32)
     powers = np.empty(width, dtype=np.int32)
+    scaled = powers.view(np.float32)
     fractions = np.empty(width, dtype=np.float32)
+    best = np.empty(width, dtype=np.float32)
     lanes = np.empty(16, dtype=np.float32)
     for h in range(num_heads):
         masses[:] = np.float32(0)
@@ -310,19 +310,15 @@ def sketch_score(weights, blocks, scores):
                 for c in range(width):  # pages of the last block that do not count
                     if c % 16 > (num_pages - 1) % 16:
                         last[c] = np.float32(-np.inf)
-                lanes[:] = np.float32(-np.inf)
+                best[:] = np.float32(-np.inf)
                 for b in range(num_blocks):
-                    row = logits[b, g]
-                    for i in range(0, width, 16):
-                        part = row[i : i + 16]
-                        for c in range(16):
-                            lanes[c] = part[c] if part[c] > lanes[c] else lanes[c]
-                top = lanes[0]
-                for c in range(1, 16):
-                    top = lanes[c] if lanes[c] > top else top
+                    for c in range(width):
+                        value = logits[b, g, c]
+                        best[c] = value if value > best[c] else best[c]
+                top = best.max()
                 lanes[:] = np.float32(0)
                 for b in range(num_blocks):
-                    _power_sums(logits[b, g], top, powers, fractions, sums[b])
+                    _power_sums(logits[b, g], top, powers, scaled, fractions, sums[b])
                     for c in range(16):
                         lanes[c] += sums[b, c]
                 total = np.float32(0)
