@@ -331,3 +331,31 @@ def sketch_score(weights, blocks, scores):
         whole = masses.reshape(num_blocks * 16)
         for p in range(num_pages):
             scores[h, p] = whole[p]
+
+
+@njit("void(float32[:, :, ::1], int64[:, :], float32[:, ::1])", cache=True, error_model="numpy")
+def cluster_score(logits, cluster_of, scores):
+    """Fill `scores` ([kv_head, page] float32): see `ref.cluster_score`; an exponential per cluster, not per page.
+
+    Args:
+        logits: [kv_head, group, cluster] float32; cluster_of: [kv_head, page] int64, -1 for pages that do not count.
+    """
+    num_heads, group, num_clusters = logits.shape
+    num_pages = cluster_of.shape[1]
+    weights = np.empty(num_clusters, dtype=np.float32)
+    masses = np.empty(num_clusters, dtype=np.float32)
+    for h in range(num_heads):
+        masses[:] = np.float32(0)
+        for g in range(group):
+            top = logits[h, g].max()
+            for r in range(num_clusters):
+                weights[r] = np.exp(logits[h, g, r] - top)
+            total = np.float32(0)
+            for p in range(num_pages):
+                if cluster_of[h, p] >= 0:
+                    total += weights[cluster_of[h, p]]
+            share = np.float32(1) / total
+            for r in range(num_clusters):
+                masses[r] += weights[r] * share
+        for p in range(num_pages):
+            scores[h, p] = masses[cluster_of[h, p]] if cluster_of[h, p] >= 0 else np.float32(-np.inf)

@@ -54,3 +54,18 @@ def sketch_block_score(
     scores = torch.empty(blocks.shape[0], num_pages)
     compiled.sketch_score(weights.numpy(), blocks.flatten(3).numpy(), scores.numpy())
     return scores
+
+
+def cluster_score(
+    query: torch.Tensor, centroids: torch.Tensor, cluster_of: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Score every page by its cluster as `ref.cluster_score` does, but for float32's rounding; without a request axis.
+
+    Args:
+        query: [kv_head, group, head_dim] float; centroids: [kv_head, cluster, head_dim] float32.
+        cluster_of: [kv_head, page] int64, -1 for pages that do not count.
+    """
+    logits = torch.bmm(query.float(), centroids.mT).mul_(scale)
+    scores = torch.empty(cluster_of.shape)
+    compiled.cluster_score(logits.numpy(), cluster_of.numpy(), scores.numpy())
+    return scores

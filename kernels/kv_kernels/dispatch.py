@@ -63,7 +63,10 @@ def cluster_score(
     query: torch.Tensor, centroids: torch.Tensor, cluster_of: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Score every page by its cluster; see `ref.cluster_score`."""
-    return _of(query).cluster_score(query, centroids, cluster_of, scale)  # type: ignore[no-any-return]
+    if query.is_cuda:
+        return _triton().cluster_score(query, centroids, cluster_of, scale)  # type: ignore[no-any-return]
+    score = cpu.cluster_score if query.ndim == 3 else ref.cluster_score
+    return score(query, centroids, cluster_of, scale)
 
 
 def two_level_score(

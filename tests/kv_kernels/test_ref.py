@@ -66,6 +66,16 @@ def test_cluster_score_is_the_page_score_of_centroids() -> None:
     assert (scores[0, 1, 7:] == -INF).all()
 
 
+@pytest.mark.parametrize(("group", "num_clusters", "num_pages"), [(1, 1, 1), (3, 7, 40), (8, 33, 20)])
+def test_clusters_score_alike_on_the_cpu(group: int, num_clusters: int, num_pages: int) -> None:
+    query, rows = torch.randn(2, group, 8).bfloat16(), torch.randn(2, num_clusters + 3, 8)[:, :num_clusters]
+    cluster_of = torch.randint(0, num_clusters, (2, num_pages + 9))[:, :num_pages]
+    cluster_of[1, 1:] -= torch.randint(0, 2, (num_pages - 1,)) * num_clusters
+    cluster_of.clamp_(min=-1)
+    expected = ref.cluster_score(query, rows, cluster_of, 0.3)
+    torch.testing.assert_close(dispatch.cluster_score(query, rows, cluster_of, 0.3), expected)
+
+
 def test_two_levels_rank_candidates_by_their_means_and_nothing_else() -> None:
     query = torch.tensor([[[[1.0, 0.0]]]])
     means = torch.tensor([[[[0.0, 1.0], [3.0, 0.0], [9.0, 0.0], [1.0, 0.0], [2.0, 5.0]]]])
