@@ -42,5 +42,7 @@ def test_a_transcoded_session_goes_on_alike_live_and_after_a_kill(
     assert resumed.tokens == live.tokens
     assert resumed.figures["tokens_ssd"] > 1400 and resumed.figures["tokens_computed"] < 64
     assert engine.counters()["pages_lost"] == 0
+    sealed, full = engine.sealed(turn + resumed.tokens)
+    assert sealed == full
     spans = {path.stem for path in (engine.data_dir / "spans").glob("*.span")}
     assert spans == {path.stem for path in (engine.data_dir / "keys").iterdir()}
