@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_tier.geometry import Geometry
+from kv_tier.index import DeviceIndex, IndexPlan, MeansIndex
 from kv_tier.modes import EvictionName
-from kv_tier.request import DeviceIndex, RequestState
+from kv_tier.request import RequestState
 from kv_tier.window import Window, WindowCaches
 
 
@@ -43,28 +44,30 @@ class DeviceMemory:
         max_pages: int,
         num_requests: int,
         eviction: EvictionName,
+        index: MeansIndex,
     ) -> None:
         """Plan the memory; it is touched when a request first needs it.
 
         Args:
             num_slots: [layer, kv_head] pages of each window cache.
             max_pages: pages of the longest sequence.
+            index: gives every request its own.
         """
         self.windows = WindowCaches(geometry, num_slots, max_pages, num_requests, eviction)
         self.num_requests = num_requests
-        self.request_bytes = self.bytes_per_request(geometry, num_slots, max_pages, eviction)
+        self.request_bytes = self.bytes_per_request(geometry, num_slots, max_pages, eviction, index.plan)
         self.num_reused = 0
-        self._geometry, self._max_pages = geometry, max_pages
+        self._index, self._max_pages = index, max_pages
         self._unused_indexes: list[DeviceIndex] = []
         self._kept: list[_Kept] = []
 
     @staticmethod
     def bytes_per_request(
-        geometry: Geometry, num_slots: np.ndarray, max_pages: int, eviction: EvictionName
+        geometry: Geometry, num_slots: np.ndarray, max_pages: int, eviction: EvictionName, plan: IndexPlan
     ) -> int:
         """Return the bytes of one set."""
         windows = WindowCaches.bytes_for(geometry, num_slots, max_pages, eviction)
-        return windows + DeviceIndex.bytes_for(geometry, max_pages)
+        return windows + plan.device_bytes(geometry, max_pages)
 
     @property
     def num_kept(self) -> int:
@@ -91,7 +94,7 @@ class DeviceMemory:
             state.index = self._unused_indexes.pop()
             state.index.truncate(0)
         else:
-            state.index = DeviceIndex(self._geometry, self._max_pages)
+            state.index = self._index.device(self._max_pages)
 
     def end(self, state: RequestState) -> None:
         """Keep the set of a request that ended, if it has one."""

@@ -13,3 +13,6 @@ DEFAULT_EVICTION: EvictionName = "smoothed"
 
 ColdEncoding = Literal["none", "int8", "fp8"]
 COLD_ENCODINGS: tuple[ColdEncoding, ...] = get_args(ColdEncoding)
+
+IndexName = Literal["means", "sketch", "two_level"]
+INDEXES: tuple[IndexName, ...] = get_args(IndexName)

@@ -13,7 +13,7 @@ import torch
 
 from kv_tier.attention import attend_selected
 from kv_tier.request import RequestState, Row
-from kv_tier.selection import Budget, score_pages, select_pages
+from kv_tier.selection import Budget, Scope, select_pages
 from kv_tier.store import TieredStore
 from kv_tier.window import Absent
 
@@ -106,9 +106,8 @@ class ShadowStep:
             selected = torch.arange(num_pages).expand(heads, -1)
         else:
             _, index = self.store.device_memory(state)
-            means = index.extend_to(layer, num_pages - 1, state.pages, self.store.table)
-            local = budget.first_local_page(row.num_tokens)
-            selected = select_pages(score_pages(query[0], means, num_pages, local, budget, scale), budget)
+            scope = Scope(num_pages - 1, num_pages, budget.first_local_page(row.num_tokens), budget)
+            selected = select_pages(index.rank(layer, query[0], state.pages, scope, scale), budget)
         keys, values = self._read(layer, state, selected)
         offset = row.prefix_tokens % size
         last = keys.shape[1] - size + offset

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_tier.geometry import Geometry
+from kv_tier.index import DeviceIndex
 from kv_tier.page_table import PageTable
 from kv_tier.window import Window
 
@@ -32,34 +32,6 @@ class Figures:
     tokens_recomputed: int = 0
     restore_s: float | None = None
     recompute_s: float | None = None
-
-
-class DeviceIndex:
-    """Hold the page means of one request on the device, contiguous by page ordinal.
-
-    ``means``: [layer, kv_head, max_pages, head_dim] float32 (the stored bits of the KV dtype, widened).
-    ``num_indexed[layer]``: how many leading pages are filled in.
-    """
-
-    def __init__(self, geometry: Geometry, max_pages: int) -> None:
-        self.means = torch.zeros(geometry.num_layers, geometry.num_kv_heads, max_pages, geometry.head_dim)
-        self.num_indexed = [0] * geometry.num_layers
-
-    @staticmethod
-    def bytes_for(geometry: Geometry, max_pages: int) -> int:
-        return 4 * geometry.num_layers * geometry.num_kv_heads * max_pages * geometry.head_dim
-
-    def truncate(self, num_pages: int) -> None:
-        self.num_indexed = [min(n, num_pages) for n in self.num_indexed]
-
-    def extend_to(self, layer: int, num_pages: int, pages: torch.Tensor, table: PageTable) -> torch.Tensor:
-        """Fill in the means of the first ``num_pages`` of ``pages``; return [kv_head, num_pages, head_dim]."""
-        done = self.num_indexed[layer]
-        if done < num_pages:
-            rows = table.means[layer].index_select(0, pages[done:num_pages])
-            self.means[layer, :, done:num_pages] = rows.transpose(0, 1)
-            self.num_indexed[layer] = num_pages
-        return self.means[layer, :, :num_pages]
 
 
 class RequestState:

@@ -63,26 +63,34 @@ class Budget:
         return self.pages is None or num_pages <= self.pages
 
 
-def score_pages(
-    query: torch.Tensor, means: torch.Tensor, num_pages: int, first_local: int, budget: Budget, scale: float
-) -> torch.Tensor:
-    """Score pages for selection; pages that are always attended score +inf.
+@dataclass(frozen=True)
+class Scope:
+    """Say among which pages of a sequence a step selects.
 
     Args:
-        query: [kv_head, group, head_dim]; several query tokens count as a larger group.
-        means: [kv_head, indexed page, head_dim] float32; pages from there to ``num_pages`` must be local.
+        num_indexed: leading pages that the index ranks; those from there to ``num_pages`` must be local.
         first_local: first page of the local window.
-
-    Returns:
-        [kv_head, num_pages] float32: the sum over the group of the softmax over pages of query . mean * scale.
     """
-    indexed = means.shape[1]
-    assert first_local <= indexed <= num_pages, (first_local, indexed, num_pages)
-    scores = torch.empty(means.shape[0], num_pages)
-    scores[:, :indexed] = dispatch.page_score(query, means, scale)
-    scores[:, : budget.num_sink_pages] = float("inf")
-    scores[:, first_local:] = float("inf")
-    return scores
+
+    num_indexed: int
+    num_pages: int
+    first_local: int
+    budget: Budget
+
+    def __post_init__(self) -> None:
+        assert self.first_local <= self.num_indexed <= self.num_pages, self
+
+    def force(self, scores: torch.Tensor) -> torch.Tensor:
+        """Let pages that are always attended score +inf, in place; scores: [..., num_indexed or num_pages] float32."""
+        scores[..., : self.budget.num_sink_pages] = float("inf")
+        scores[..., self.first_local :] = float("inf")
+        return scores
+
+    def complete(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores of all pages, [kv_head, num_pages], from those of the indexed ones."""
+        whole = torch.empty(scores.shape[0], self.num_pages)
+        whole[:, : self.num_indexed] = scores
+        return self.force(whole)
 
 
 def select_pages(scores: torch.Tensor, budget: Budget) -> torch.Tensor:

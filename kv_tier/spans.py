@@ -29,7 +29,7 @@ from kv_tier.meta.span_file import (
     write_span,
     write_unlinked_span,
 )
-from kv_tier.meta.span_format import NO_SELECTION, Shape, SpanHeader
+from kv_tier.meta.span_format import NO_SELECTION, NO_SKETCH, Shape, SpanHeader
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,13 @@ class Identity:
     Args:
         fingerprint: 32 bytes over model weights, tokenizer, dtype, layout, RoPE scaling and format version.
         selection: 32 bytes over the selection config; only approximate pages carry it.
+        sketch: 32 bytes, what the sketch of a span must have been made with; zeros need none.
         tp_rank, tp_size, pp_rank, pp_size: the shard.
     """
 
     fingerprint: bytes
     selection: bytes
+    sketch: bytes = NO_SKETCH
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -181,6 +183,7 @@ class SpanStore:
         self.bytes_of: Counter[str] = Counter()
         self.last_used_ns: dict[int, int] = {}
         self.num_foreign = 0
+        self.num_unindexed = 0
         self.num_quarantined = 0
         self.num_seal_errors = 0
         self.num_remove_errors = 0
@@ -229,7 +232,17 @@ class SpanStore:
                 self.last_used_ns[span.span_id] = self._touched_ns[span.span_id] = self.fs.modified_ns(
                     span.fd
                 )
+                if self.identity.sketch not in (NO_SKETCH, span.sketch_digest):
+                    self.num_unindexed += 1
+                    span.bad_pages.update(range(span.header.num_pages))
                 self._publish(span)
+        if self.num_unindexed:
+            logger.warning(
+                "%d spans in %s hold no sketch of this model's constants, which index=sketch needs: their pages are computed "
+                "again when they are next used",
+                self.num_unindexed,
+                self.data_dir.path,
+            )
         if self.num_foreign:
             logger.warning(
                 "%d spans in %s come from another model, layout or format and are ignored; move them away or delete "
@@ -543,6 +556,7 @@ class SpanStore:
             num_exact_pages=job.num_exact,
             sequence=self._take_id(),
             num_clusters=job.parts.num_clusters,
+            sketch_bytes=job.parts.sketch_bytes,
         )
 
     def _write(self, job: SealJob) -> SpanFile:
@@ -689,7 +703,10 @@ class SpanStore:
             selection=self.identity.selection,
         )
         means, centroids = old.read_means(), old.read_centroids()
-        parts = SpanParts(old.tokens, old.keys, means, old.order, old.clusters, kv, centroids)
+        sketch = old.read_sketch() if old.header.sketch_bytes else None
+        parts = SpanParts(
+            old.tokens, old.keys, means, old.order, old.clusters, kv, centroids, sketch, old.sketch_digest
+        )
         new = self._write_file(header, parts, durable=True)
         with self.lock:
             self.bytes_written += header.file_bytes
@@ -738,6 +755,7 @@ class SpanStore:
                 "ssd_used_bytes": self.used_bytes,
                 **{f"ssd_{kind}_bytes": self.bytes_of[kind] for kind in KINDS},
                 "foreign_spans": self.num_foreign,
+                "unindexed_spans": self.num_unindexed,
                 "seal_jobs_outstanding": self._num_outstanding,
             }
 

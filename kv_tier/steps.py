@@ -17,7 +17,7 @@ from kv_tier.attention import ExactAttention, attend_masked, causal_mask
 from kv_tier.layer_stream import LayerStream
 from kv_tier.page_table import PageTable
 from kv_tier.request import Row
-from kv_tier.selection import score_pages, select_pages
+from kv_tier.selection import Scope, select_pages
 from kv_tier.store import TieredStore
 from kv_tier.within_budget import CoveredRow, SparseBatch, fetch_selected, gather, warm_up
 
@@ -43,7 +43,7 @@ class AppendRule:
 
 
 class Writer:
-    """Write the new tokens' KV of a step into frames, and the means of pages they complete."""
+    """Write the new tokens' KV of a step into frames, and index the pages they complete."""
 
     def __init__(self, store: TieredStore, slots: torch.Tensor, rows: Sequence[Row]) -> None:
         """Plan the writes of ``slots`` ([token] int64, row after row); gives frames to new pages."""
@@ -73,27 +73,13 @@ class Writer:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store keys and values ([token, kv_head, head_dim]) of one layer."""
-        frames, table = self.store.frames, self.store.table
+        frames = self.store.frames
         head_dim = k.shape[-1]
         frames.k_tokens[layer].index_copy_(0, self.token_rows, k.reshape(-1, head_dim))
         frames.v_tokens[layer].index_copy_(0, self.token_rows, v.reshape(-1, head_dim))
         if self.completed.numel():
             keys = frames.k[layer].index_select(1, self.completed_frames)
-            table.means[layer].index_copy_(0, self.completed, page_means(keys).transpose(0, 1))
-
-
-def page_means(keys: torch.Tensor) -> torch.Tensor:
-    """Return the mean key of each page: [kv_head, page, page_size, head_dim] -> [kv_head, page, head_dim].
-
-    Halves are added pairwise in float32, an order that no batch shape can change.
-    """
-    part = keys.float()
-    size = part.shape[2]
-    while part.shape[2] > 1:
-        half = part.shape[2] // 2
-        summed = part[:, :, :half] + part[:, :, half : 2 * half]
-        part = summed if part.shape[2] % 2 == 0 else torch.cat([summed, part[:, :, -1:]], dim=2)
-    return (part[:, :, 0] / size).to(keys.dtype)
+            self.store.index.write(layer, self.completed, keys)
 
 
 def tile_pages(row: Row, plan: ExactAttention, size: int) -> list[np.ndarray]:
@@ -219,11 +205,9 @@ class ExtendStep:
         store, state = self.store, row.state
         _, index = store.device_memory(state)
         first = row.prefix_tokens // store.geometry.page_size
-        pages = state.pages[:first]
-        means = index.extend_to(layer, first, pages, store.table)
         local = store.budget.first_local_page(first * store.geometry.page_size)
         grouped = query.permute(1, 0, 2, 3).flatten(1, 2)
-        scores = score_pages(grouped, means, first, local, store.budget, scale)
+        scores = index.rank(layer, grouped, state.pages, Scope(first, first, local, store.budget), scale)
         selected = select_pages(scores[None], store.budget)
         at = fetch_selected(store, layer, [state], selected, scores[None])
         k, v = (part[0] for part in gather(store, layer, at))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_tier.clusters import cluster_pages
 from kv_tier.device_memory import DeviceMemory
 from kv_tier.fetch import Fetcher
 from kv_tier.frames import DUMMY_FRAME, FrameArena
 from kv_tier.geometry import Geometry, bits
+from kv_tier.index import MEANS, DeviceIndex, IndexPlan
 from kv_tier.layer_stream import LayerStream
 from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
 from kv_tier.meta.page_keys import page_keys
@@ -23,7 +23,7 @@ from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode
 from kv_tier.page_table import NOWHERE, PageTable
 from kv_tier.pipeline import Pipeline
-from kv_tier.request import DeviceIndex, RequestState
+from kv_tier.request import RequestState
 from kv_tier.restore import Costs
 from kv_tier.selection import Budget
 from kv_tier.spans import SealJob, SpanStore
@@ -54,6 +54,7 @@ class StoreLimits:
             ``max_requests``. With fewer than ``max_requests`` the others wait.
         eviction: policy of the window caches.
         window_profile: shares what uniform windows would take among layers and KV heads.
+        index: what ranks pages.
     """
 
     num_pages: int
@@ -64,6 +65,7 @@ class StoreLimits:
     num_device_requests: int | None = None
     eviction: EvictionName = DEFAULT_EVICTION
     window_profile: WindowProfile | None = None
+    index: IndexPlan = MEANS
 
     def window_slots(self, geometry: Geometry, budget_pages: int) -> np.ndarray:
         """Return the pages each window cache of a request holds, [layer, kv_head] int64."""
@@ -75,7 +77,9 @@ class StoreLimits:
     def device_bytes_per_request(self, geometry: Geometry, budget_pages: int) -> int:
         """Return the bytes of window caches and index of one request."""
         slots = self.window_slots(geometry, budget_pages)
-        return DeviceMemory.bytes_per_request(geometry, slots, self.max_pages_per_request, self.eviction)
+        return DeviceMemory.bytes_per_request(
+            geometry, slots, self.max_pages_per_request, self.eviction, self.index
+        )
 
 
 @dataclass
@@ -136,6 +140,7 @@ class TieredStore:
         self.pages_per_cluster = pages_per_cluster
         self.trace = trace
         self.table = PageTable(geometry, limits.num_pages)
+        self.index = limits.index.build(geometry, self.table)
         self.frames = FrameArena(geometry, limits.num_frames)
         self.table.frames[0] = DUMMY_FRAME
         self.span_files: dict[int, SpanFile] = {}
@@ -159,6 +164,7 @@ class TieredStore:
                 limits.max_pages_per_request,
                 limits.num_device_requests or limits.max_requests,
                 limits.eviction,
+                self.index,
             )
 
     # ---- requests -------------------------------------------------------------------------------------------
@@ -356,21 +362,22 @@ class TieredStore:
         kv_pages = torch.from_numpy(pages)
         geometry = self.geometry
         means = torch.stack([m.index_select(0, kv_pages).transpose(0, 1) for m in self.table.means])
-        pairs = geometry.num_layers * geometry.num_kv_heads
         num_clusters = max(1, len(pages) // self.pages_per_cluster)
-        assignment, centroids = cluster_pages(means.view(pairs, len(pages), -1), num_clusters)
-        order = torch.argsort(assignment, dim=1, stable=True)
-        packed = self._pack(pages, order.view(geometry.num_layers, geometry.num_kv_heads, -1))
+        closed = durable and len(pages) == geometry.pages_per_stretch
+        assignment, centroids = self.index.clusters(kv_pages, means, num_clusters, closed=closed)
+        order = torch.argsort(assignment, dim=2, stable=True)
+        packed = self._pack(pages, order)
         if packed is None:
             return
-        shape = (geometry.num_layers, geometry.num_kv_heads, len(pages))
         parts = SpanParts(
             tokens=tokens,
             keys=list(keys),
             means=bits(means),
-            order=order.view(shape).numpy().astype(np.uint16),
-            clusters=assignment.gather(1, order).view(shape).numpy().astype(np.uint16),
-            centroids=bits(centroids.to(geometry.dtype).view(*shape[:2], num_clusters, -1)),
+            order=order.numpy().astype(np.uint16),
+            clusters=assignment.gather(2, order).numpy().astype(np.uint16),
+            centroids=bits(centroids.to(geometry.dtype)),
+            sketch=self.index.sketch_of(kv_pages),
+            sketch_digest=self.limits.index.sketch_digest,
             kv=packed,
         )
         exact = self.table.exact[pages]
@@ -430,19 +437,20 @@ class TieredStore:
         indexes = []
         for span, _, _ in groups.values():
             try:
-                indexes.append(span.read_means())
+                indexes.append((span.read_means(), self.index.read(span)))
             except (CorruptExtentError, ExtentIoError) as error:
                 self.spans.quarantine(span, str(error))
                 for held, held_pages, _ in groups.values():
                     self.spans.release(held, len(held_pages))
                 return False
-        for (span, group_pages, ordinals), index in zip(groups.values(), indexes, strict=True):
+        for (span, group_pages, ordinals), (index, parts) in zip(groups.values(), indexes, strict=True):
             at = np.array(group_pages)
             means = torch.from_numpy(index.view(np.int16 if index.itemsize == 2 else np.int32))
             means = means.view(self.geometry.dtype)[:, :, ordinals].transpose(1, 2)
             for layer, table_means in enumerate(self.table.means):
                 table_means[torch.from_numpy(at)] = means[layer]
-            self.counters.bytes_read += index.nbytes
+            self.index.attach(torch.from_numpy(at), ordinals, parts)
+            self.counters.bytes_read += index.nbytes + sum(part.nbytes for part in parts)
             self.bind(at, span, np.array(ordinals))
             self.spans.release(span, len(group_pages))
             self.table.filled[at] = self.geometry.page_size
@@ -477,6 +485,7 @@ class TieredStore:
         self._detach(np.array([target]))
         self.staging.forget(np.array([source, target]))
         self.table.move(source, target)
+        self.index.move(source, target)
         self.counters.pages_healed += 1
 
     # ---- figures --------------------------------------------------------------------------------------------
@@ -490,6 +499,7 @@ class TieredStore:
             "frames_staging": len(self.staging.frames),
             "dram_bytes": self.frames.num_frames * geometry.page_bytes
             + self.table.num_bytes
+            + self.index.num_bytes
             + self.staging.bytes_for(geometry, self.limits.num_pages, self.limits.num_frames),
             **self._device_gauges(),
             "requests": len(self._requests),

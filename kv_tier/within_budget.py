@@ -16,12 +16,10 @@ from kv_tier.attention import attend_all, attend_selected
 from kv_tier.fetch import Fetch
 from kv_tier.pipeline import Stage
 from kv_tier.request import RequestState, Row
-from kv_tier.selection import Budget, score_pages, select_pages
+from kv_tier.selection import Budget, Scope, select_pages
 from kv_tier.store import TieredStore
 from kv_tier.trace import STAGES, Trace
 from kv_tier.window import WindowCaches
-
-WARM_UP_QUERIES = 32  # of a prompt's end
 
 
 def begin_fetch(
@@ -91,10 +89,9 @@ def warm_up(
     if not store.fetcher.warm_up or budget.covers(num_pages):
         return
     _, index = store.device_memory(state)
-    means = index.extend_to(layer, num_pages, state.pages, store.table)
     local = min(budget.first_local_page(row.num_tokens), num_pages)
-    last = query[-WARM_UP_QUERIES:].permute(1, 0, 2, 3).flatten(1, 2)
-    scores = score_pages(last, means, num_pages, local, budget, scale)
+    last = query[-index.num_warm_up_queries :].permute(1, 0, 2, 3).flatten(1, 2)
+    scores = index.rank(layer, last, state.pages, Scope(num_pages, num_pages, local, budget), scale)
     store.fetcher.warm(layer, state, scores, from_ssd=from_ssd)
 
 
@@ -159,8 +156,12 @@ class SparseBatch:
         self.states = [row.state for row in rows]
         self.indexes = [store.device_memory(state)[1] for state in self.states]
         size = store.geometry.page_size
-        self.local = [budget.first_local_page(row.num_tokens) for row in rows]
-        num_pages = max(len(row.pages) for row in rows)
+        counts = [len(row.pages) for row in rows]
+        self.scopes = [
+            Scope(count - 1, count, budget.first_local_page(row.num_tokens), budget)
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        num_pages = max(counts)
         self.scores = torch.full((len(rows), store.geometry.num_kv_heads, num_pages), float("-inf"))
         self.offsets = torch.tensor([[row.prefix_tokens % size] for row in rows])
         assert budget.pages is not None
@@ -202,11 +203,9 @@ class SparseBatch:
         """Score the pages of the requests in ``here``, select, and begin to read what is missing."""
         store = self.store
         for i in range(here.start, here.stop):
-            row, index = self.rows[i], self.indexes[i]
-            num_pages = len(row.pages)
-            means = index.extend_to(layer, num_pages - 1, row.state.pages, store.table)
-            scores = score_pages(query[i], means, num_pages, self.local[i], self.budget, scale)
-            self.scores[i, :, :num_pages] = scores
+            scope = self.scopes[i]
+            scores = self.indexes[i].rank(layer, query[i], self.states[i].pages, scope, scale)
+            self.scores[i, :, : scope.num_pages] = scores
         selected = select_pages(self.scores[here], self.budget)
         fetch = begin_fetch(store, layer, self.states[here], selected)
         return _MicroBatch(selected, self.scores[here], fetch)

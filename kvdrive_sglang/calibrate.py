@@ -10,9 +10,9 @@ from typing import Final
 
 import torch
 
+from kv_tier.index import page_means
 from kv_tier.meta.errors import ConfigError
 from kv_tier.sketch import Moments, mean_moments, moments_of
-from kv_tier.steps import page_means
 from kvdrive_sglang.bench.lab import LabModel, Prefix
 from kvdrive_sglang.bench.selectors import paged
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kv_tier.meta.errors import ConfigError
-from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode, RestoreMode
+from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode, IndexName, RestoreMode
 
 CONFIG_ENV = "KVDRIVE_CONFIG"
 LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
@@ -28,13 +28,15 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Args:
         data_dir: directory of spans, control socket and locks; one engine owns it.
         budget_tokens: positions one (layer, KV head) attends per step, or "all" for full attention.
+        index: what ranks pages: "means", "sketch" (needs constants of the model, kvdrive calibrate; without them page means
+            serve) or "two_level" (docs/decode_step.md).
         window_multiple: window cache size as a multiple of the budget.
         fetch_mode: how decode reads pages that are on SSD: "blockwise", "hierarchical", "balanced" or "layerwise"
             (docs/decode_step.md); never changes an answer.
         micro_batch: decoding requests per micro-batch, whose selection, reads and attention overlap with the others'; 0 cuts
             batches that read much from SSD, into four at most; never changes an answer.
         pages_per_cluster: pages of a stretch for each of its centroids, which say what lies side by side in a span; never
-            changes an answer.
+            changes an answer (index=two_level has two pages for each in closed stretches).
         eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".
         window_profile: file of `kvdrive profile`; what uniform windows would take is shared among layers and KV heads.
         num_sink_tokens, local_window_tokens: always attended, inside the budget.
@@ -49,7 +51,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         restore: "auto" computes the pages of a prefix again where that was measured to be faster than reading them, "always"
             reads them (docs/operations.md).
         device_bytes: window caches and indexes of requests, running or paused; who finds none waits.
-        dram_bytes: frames, page means, tables and read buffers.
+        dram_bytes: frames, page means, the index, tables and read buffers.
         ssd_bytes: span files and quarantined ones; never more, the file being written included.
         ssd_high_watermark, ssd_low_watermark: fractions of ssd_bytes; a write that passes the high one first evicts spans that
             nobody uses, least recently used first, down to the low one.
@@ -65,6 +67,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     data_dir: str
     budget_tokens: Positive | Literal["all"] = 1024
+    index: IndexName = "means"
     window_multiple: Positive = 2
     fetch_mode: FetchMode = "blockwise"
     micro_batch: NotNegative = 0
@@ -118,10 +121,14 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"caches have other sizes: drop it or {other}"
             )
 
-    def selection_digest(self) -> bytes:
-        """Return 32 bytes over everything that decides what sparse attention attends."""
+    def selection_digest(self, selector: str) -> bytes:
+        """Return 32 bytes over everything that decides what sparse attention attends.
+
+        Args:
+            selector: identity of the index that serves, its constants included (``IndexPlan.identity``).
+        """
         fields: dict[str, Any] = {
-            "selector": "page_means/1",
+            "selector": selector,
             "budget_tokens": self.budget_tokens,
             "num_sink_tokens": self.num_sink_tokens,
             "local_window_tokens": self.local_window_tokens,

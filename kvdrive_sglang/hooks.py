@@ -228,10 +228,11 @@ def profile_available_bytes(original: Any, self: Any, pre_model_load_memory: int
     """Size the logical capacity by our tiers instead of the device's free memory."""
     if not is_requested():
         return int(original(self, pre_model_load_memory))
-    from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule, get_server_args
 
     from kv_tier.geometry import Geometry
     from kvdrive_sglang.config import config_of_linker
+    from kvdrive_sglang.index_choice import choose_index
     from kvdrive_sglang.sizing import logical_pages_for
 
     config = config_of_linker(get_memory().unified_cache_external_linker_config)
@@ -244,7 +245,8 @@ def profile_available_bytes(original: Any, self: Any, pre_model_load_memory: int
         stretch_tokens=config.stretch_tokens,
         dtype=self.kv_cache_dtype if isinstance(self.kv_cache_dtype, torch.dtype) else torch.bfloat16,
     )
-    return logical_pages_for(config, geometry, model.context_len) * geometry.page_bytes
+    index = choose_index(config.index, get_server_args().model_path, model.context_len)
+    return logical_pages_for(config, geometry, model.context_len, index) * geometry.page_bytes
 
 
 def free_rows(original: Any, self: Any, indices: list[int]) -> None:

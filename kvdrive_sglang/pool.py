@@ -24,6 +24,7 @@ from kv_tier.store import StoreLimits, TieredStore, require_capacity
 from kv_tier.trace import Trace
 from kv_tier.window_profile import load_profile
 from kvdrive_sglang.config import KVDriveConfig, config_of_linker
+from kvdrive_sglang.index_choice import choose_index
 from kvdrive_sglang.sizing import device_requests_for, frames_for
 
 if TYPE_CHECKING:
@@ -149,17 +150,20 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
         DataDirError: the directory is owned by a live engine, unwritable, or foreign under strict_data_dir.
     """
     max_requests = get_schedule().max_running_requests or 16
-    max_pages = geometry.num_pages(_context_length()) + 2
+    context_tokens = _context_length()
+    max_pages = geometry.num_pages(context_tokens) + 2
+    index = choose_index(config.index, get_server_args().model_path, context_tokens)
     page_size = geometry.page_size
     budget_pages = None if config.budget_tokens == "all" else config.budget_tokens // page_size
     budget = Budget(budget_pages, config.num_sink_tokens, config.local_window_tokens, page_size)
     limits = StoreLimits(
         num_pages=num_pages,
-        num_frames=frames_for(config, geometry, num_pages),
+        num_frames=frames_for(config, geometry, num_pages, index),
         max_pages_per_request=max_pages,
         window_multiple=config.window_multiple,
         max_requests=max_requests,
         eviction=config.eviction,
+        index=index,
         window_profile=None
         if config.window_profile is None or config.budget_tokens == "all"
         else load_profile(Path(config.window_profile), geometry, config.budget_tokens),
@@ -177,7 +181,11 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
     require_capacity(limits, geometry, get_schedule().chunked_prefill_size or 0)
     keyring = None if config.encryption_key_file is None else Keyring.from_file(config.encryption_key_file)
     data_dir = DataDir.open(config.data_dir, role="engine")
-    identity = Identity(fingerprint=_fingerprint(config, geometry), selection=config.selection_digest())
+    identity = Identity(
+        fingerprint=_fingerprint(config, geometry),
+        selection=config.selection_digest(index.identity),
+        sketch=index.sketch_digest,
+    )
     space = SpaceLimits(config.ssd_bytes, config.ssd_high_watermark, config.ssd_low_watermark)
     spans = SpanStore(data_dir, geometry, identity, ssd_bytes=space, keyring=keyring)
     if config.strict_data_dir and spans.num_foreign:
@@ -197,11 +205,12 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
         cold_encoding=config.cold_encoding,
     )
     logger.info(
-        "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, data directory %s with %d spans",
+        "kvdrive store: %d frames (%.0f MiB), %d logical pages, budget %s, index %s, data directory %s with %d spans",
         limits.num_frames,
         limits.num_frames * geometry.page_bytes / 2**20,
         num_pages,
         config.budget_tokens,
+        index.name,
         config.data_dir,
         len(spans.spans),
     )

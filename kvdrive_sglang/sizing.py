@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kv_tier.fetch import ROUND_BYTES
 from kv_tier.geometry import Geometry
+from kv_tier.index import MEANS, IndexPlan
 from kv_tier.layer_stream import stream_bytes
 from kv_tier.meta.errors import ConfigError
 from kv_tier.staging import Staging
@@ -15,30 +16,33 @@ TABLE_BYTES_PER_PAGE = 8 * 6 + 2  # columns of the page table beside the page me
 SPAN_TABLE_BYTES_PER_PAIR = 10  # order, inverse order and cluster (2 each), checksum (4) of an attached page
 
 
-def logical_pages_for(config: KVDriveConfig, geometry: Geometry, least_tokens: int) -> int:
+def logical_pages_for(
+    config: KVDriveConfig, geometry: Geometry, least_tokens: int, index: IndexPlan = MEANS
+) -> int:
     """Return how many logical pages SGLang may hand out: ``logical_tokens``, or four times the frames.
 
     Args:
         least_tokens: the context length; a single request must always fit.
+        index: what ranks pages.
     """
     if config.logical_tokens:
         return geometry.num_pages(config.logical_tokens)
-    tables = LOGICAL_OVER_FRAMES * _table_bytes(geometry)
+    tables = LOGICAL_OVER_FRAMES * _table_bytes(geometry, index)
     frames = max(0, config.dram_bytes - buffer_bytes(geometry)) // (_frame_bytes(geometry) + tables)
     return max(LOGICAL_OVER_FRAMES * frames, geometry.num_pages(least_tokens))
 
 
-def frames_for(config: KVDriveConfig, geometry: Geometry, num_pages: int) -> int:
+def frames_for(config: KVDriveConfig, geometry: Geometry, num_pages: int, index: IndexPlan = MEANS) -> int:
     """Return how many frames ``dram_bytes`` holds beside the tables of ``num_pages`` logical pages and the buffers.
 
     Raises:
         ConfigError: tables and buffers alone do not fit.
     """
-    beside = dram_bytes_for(0, num_pages, geometry)
+    beside = dram_bytes_for(0, num_pages, geometry, index)
     frames = (config.dram_bytes - beside) // _frame_bytes(geometry)
     if frames < 2:
         raise ConfigError(
-            f"dram_bytes={config.dram_bytes} does not hold the page means and tables of {num_pages} logical pages and "
+            f"dram_bytes={config.dram_bytes} does not hold the index and tables of {num_pages} logical pages and "
             f"the read buffers ({beside} bytes): raise dram_bytes or lower logical_tokens"
         )
     return min(frames, num_pages + 1)
@@ -59,9 +63,10 @@ def device_requests_for(config: KVDriveConfig, request_bytes: int) -> int:
     return min(count, MAX_DEVICE_REQUESTS)
 
 
-def dram_bytes_for(frames: int, num_pages: int, geometry: Geometry) -> int:
+def dram_bytes_for(frames: int, num_pages: int, geometry: Geometry, index: IndexPlan = MEANS) -> int:
     """Return the ``dram_bytes`` that hold ``frames`` frames, the tables of ``num_pages`` pages and the buffers."""
-    return frames * _frame_bytes(geometry) + num_pages * _table_bytes(geometry) + buffer_bytes(geometry)
+    tables = num_pages * _table_bytes(geometry, index)
+    return frames * _frame_bytes(geometry) + tables + buffer_bytes(geometry)
 
 
 def buffer_bytes(geometry: Geometry) -> int:
@@ -73,7 +78,7 @@ def _frame_bytes(geometry: Geometry) -> int:
     return geometry.page_bytes + Staging.bytes_for(geometry, 0, 1)
 
 
-def _table_bytes(geometry: Geometry) -> int:
+def _table_bytes(geometry: Geometry, index: IndexPlan) -> int:
     pairs = geometry.num_layers * geometry.num_kv_heads
     tables = TABLE_BYTES_PER_PAGE + SPAN_TABLE_BYTES_PER_PAIR * pairs
-    return geometry.mean_bytes + tables + Staging.bytes_for(geometry, 1, 0)
+    return geometry.mean_bytes + index.table_bytes(geometry) + tables + Staging.bytes_for(geometry, 1, 0)

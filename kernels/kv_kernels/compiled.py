@@ -256,3 +256,154 @@ def copy_rows(source, at, out):
         begin = at[i]
         for j in range(out.shape[1]):
             out[i, j] = source[begin + j]
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _read_codes(packed, weights, logits):
+    """Add to `logits` ([row, column] float32) what the codes of `packed` ([byte, column] uint8) give by `weights` ([row,
+    direction] float32, byte j's low nibble at j and its high one at byte + j).
+
+    Two bytes and three rows at a time, so that most of the work is multiplication; numba's integers have 64 bits unless told
+    otherwise.
+    """
+    half, width = packed.shape
+    num_rows = logits.shape[0]
+    for j in range(0, half, 2):
+        other = min(j + 1, half - 1)
+        share = np.float32(other - j)  # 0 where there is no second byte
+        first, second = packed[j], packed[other]
+        for g in range(0, num_rows - 2, 3):
+            w, x, y = weights[g], weights[g + 1], weights[g + 2]
+            a0, b0, c0, d0 = w[j], w[half + j], w[other] * share, w[half + other] * share
+            a1, b1, c1, d1 = x[j], x[half + j], x[other] * share, x[half + other] * share
+            a2, b2, c2, d2 = y[j], y[half + j], y[other] * share, y[half + other] * share
+            out0, out1, out2 = logits[g], logits[g + 1], logits[g + 2]
+            for c in range(width):
+                low, high = np.float32(np.uint8(first[c] & 15)), np.float32(np.uint8(first[c] >> 4))
+                more, most = np.float32(np.uint8(second[c] & 15)), np.float32(np.uint8(second[c] >> 4))
+                out0[c] = out0[c] + a0 * low + b0 * high + c0 * more + d0 * most
+                out1[c] = out1[c] + a1 * low + b1 * high + c1 * more + d1 * most
+                out2[c] = out2[c] + a2 * low + b2 * high + c2 * more + d2 * most
+        for g in range(num_rows - num_rows % 3, num_rows):
+            w, out = weights[g], logits[g]
+            a, b, e, f = w[j], w[half + j], w[other] * share, w[half + other] * share
+            for c in range(width):
+                low, high = np.float32(np.uint8(first[c] & 15)), np.float32(np.uint8(first[c] >> 4))
+                more, most = np.float32(np.uint8(second[c] & 15)), np.float32(np.uint8(second[c] >> 4))
+                out[c] = out[c] + a * low + b * high + e * more + f * most
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _power_sums(logits, top, powers, scaled, fractions, sums):
+    """Fill `sums` ([16] float32) with the sums over i of 2 ** (logits[16 i + lane] - top), no exponent above 0.
+
+    A power is a power of two, made from an exponent's bits (`powers`, int32, seen as float32 through `scaled`), times a polynomial of the rest (`fractions`).
+    """
+    for c in range(len(logits)):
+        x = logits[c] - top
+        x = x if x > np.float32(-125) else np.float32(-125)
+        k = np.int32(x - np.float32(0.5))
+        f = x - np.float32(k)
+        y = np.float32(1.5403530e-4) * f + np.float32(1.3333558e-3)
+        y = y * f + np.float32(9.6181291e-3)
+        y = y * f + np.float32(5.5504109e-2)
+        y = y * f + np.float32(2.4022651e-1)
+        y = y * f + np.float32(6.9314718e-1)
+        fractions[c] = y * f + np.float32(1)
+        powers[c] = (k + np.int32(127)) << np.int32(23)
+    for c in range(16):
+        sums[c] = np.float32(0)
+    for i in range(0, len(logits), 16):
+        for c in range(16):
+            sums[c] += fractions[i + c] * scaled[i + c]
+
+
+@njit(
+    "void(float32[:, :, ::1], uint8[:, :, :, ::1], float32[:, ::1])",
+    cache=True,
+    fastmath={"contract"},
+    error_model="numpy",
+)
+def sketch_score(weights, blocks, scores):
+    """Fill `scores` ([kv_head, page] float32) with sums of softmaxes to the base 2; every page of `scores` counts.
+
+    A block holds 16 pages, its lanes: loops run over them, become vector instructions, and no sum depends on how many pages
+    follow.
+
+    Args:
+        weights: [kv_head, group, direction] float32, what a code adds to a logit; blocks: [kv_head, block, direction / 2,
+            entry of a page * 16] uint8 of `cpu.sketch_blocks`.
+    """
+    num_heads, _, _, width = blocks.shape
+    group, num_pages = weights.shape[1], scores.shape[1]
+    num_blocks = (num_pages + 15) // 16
+    chunk = min(group, 9)
+    logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
+    sums = np.empty((num_blocks, 16), dtype=np.float32)
+    masses = np.empty((num_blocks, 16), dtype=np.float32)
+    powers = np.empty(width, dtype=np.int32)
+    scaled = powers.view(np.float32)
+    fractions = np.empty(width, dtype=np.float32)
+    best = np.empty(width, dtype=np.float32)
+    lanes = np.empty(16, dtype=np.float32)
+    for h in range(num_heads):
+        masses[:] = np.float32(0)
+        for begin in range(0, group, chunk):
+            rows = min(chunk, group - begin)
+            for b in range(num_blocks):
+                logits[b] = np.float32(0)
+                _read_codes(blocks[h, b], weights[h, begin : begin + rows], logits[b, :rows])
+            for g in range(rows):
+                last = logits[num_blocks - 1, g]
+                for c in range(width):  # pages of the last block that do not count
+                    if c % 16 > (num_pages - 1) % 16:
+                        last[c] = np.float32(-np.inf)
+                best[:] = np.float32(-np.inf)
+                for b in range(num_blocks):
+                    for c in range(width):
+                        value = logits[b, g, c]
+                        best[c] = value if value > best[c] else best[c]
+                top = best.max()
+                lanes[:] = np.float32(0)
+                for b in range(num_blocks):
+                    _power_sums(logits[b, g], top, powers, scaled, fractions, sums[b])
+                    for c in range(16):
+                        lanes[c] += sums[b, c]
+                total = np.float32(0)
+                for c in range(16):
+                    total += lanes[c]
+                share = np.float32(1) / total
+                for b in range(num_blocks):
+                    for c in range(16):
+                        masses[b, c] += sums[b, c] * share
+        whole = masses.reshape(num_blocks * 16)
+        for p in range(num_pages):
+            scores[h, p] = whole[p]
+
+
+@njit("void(float32[:, :, ::1], int64[:, :], float32[:, ::1])", cache=True, error_model="numpy")
+def cluster_score(logits, cluster_of, scores):
+    """Fill `scores` ([kv_head, page] float32): see `ref.cluster_score`; an exponential per cluster, not per page.
+
+    Args:
+        logits: [kv_head, group, cluster] float32; cluster_of: [kv_head, page] int64, -1 for pages that do not count.
+    """
+    num_heads, group, num_clusters = logits.shape
+    num_pages = cluster_of.shape[1]
+    weights = np.empty(num_clusters, dtype=np.float32)
+    masses = np.empty(num_clusters, dtype=np.float32)
+    for h in range(num_heads):
+        masses[:] = np.float32(0)
+        for g in range(group):
+            top = logits[h, g].max()
+            for r in range(num_clusters):
+                weights[r] = np.exp(logits[h, g, r] - top)
+            total = np.float32(0)
+            for p in range(num_pages):
+                if cluster_of[h, p] >= 0:
+                    total += weights[cluster_of[h, p]]
+            share = np.float32(1) / total
+            for r in range(num_clusters):
+                masses[r] += weights[r] * share
+        for p in range(num_pages):
+            scores[h, p] = masses[cluster_of[h, p]] if cluster_of[h, p] >= 0 else np.float32(-np.inf)

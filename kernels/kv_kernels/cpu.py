@@ -1,8 +1,13 @@
-"""CPU formulations that are faster than the definition and equal to it, bit for bit."""
+"""CPU formulations that are faster than the definition: the same bits, or within float32's rounding where they say so."""
+
+import math
 
 import torch
 
 from kv_kernels import compiled
+
+LOG2_E = math.log2(math.e)
+BLOCK_PAGES = 16  # pages that a sketch's block holds side by side: a register of float32
 
 
 def topk_pages(scores: torch.Tensor, num_pages: int) -> torch.Tensor:
@@ -11,3 +16,57 @@ def topk_pages(scores: torch.Tensor, num_pages: int) -> torch.Tensor:
     chosen = torch.empty(flat.shape[0], num_pages, dtype=torch.int64)
     compiled.topk(flat.contiguous().numpy(), chosen.numpy())
     return chosen.view(*scores.shape[:-1], num_pages)
+
+
+def sketch_blocks(num_heads: int, num_pages: int, page_entries: int, entry_bytes: int) -> torch.Tensor:
+    """Return room for the sketches of pages, for `sketch_put` and `sketch_block_score`.
+
+    Returns:
+        [kv_head, ceil(num_pages / 16), entry_bytes, page_entries, 16] uint8: byte j of entry i of page p is at
+        [:, p // 16, j, i, p % 16].
+    """
+    return torch.zeros(
+        num_heads, -(-num_pages // BLOCK_PAGES), entry_bytes, page_entries, BLOCK_PAGES, dtype=torch.uint8
+    )
+
+
+def sketch_put(blocks: torch.Tensor, first: int, pages: torch.Tensor) -> None:
+    """Write sketches, [page, kv_head, entry, byte] uint8, to the pages of ``blocks`` from ``first`` on."""
+    at = torch.arange(first, first + len(pages))
+    blocks[:, at // BLOCK_PAGES, :, :, at % BLOCK_PAGES] = pages.transpose(2, 3)
+
+
+def sketch_block_score(
+    query: torch.Tensor, blocks: torch.Tensor, query_map: torch.Tensor, scale: float, num_pages: int
+) -> torch.Tensor:
+    """Score the first ``num_pages`` of ``blocks`` as `ref.sketch_score` scores sketches, but for float32's rounding.
+
+    A page's score depends on the query and on these pages alone, bit for bit.
+
+    Args:
+        query: [kv_head, group, head_dim] float; several query tokens count as a larger group.
+        query_map: [kv_head, head_dim, direction] float32.
+
+    Returns:
+        [kv_head, num_pages] float32.
+    """
+    assert 0 < num_pages <= blocks.shape[1] * BLOCK_PAGES, (num_pages, blocks.shape)
+    weights = torch.bmm(query.float(), query_map).mul_(scale * LOG2_E)
+    scores = torch.empty(blocks.shape[0], num_pages)
+    compiled.sketch_score(weights.numpy(), blocks.flatten(3).numpy(), scores.numpy())
+    return scores
+
+
+def cluster_score(
+    query: torch.Tensor, centroids: torch.Tensor, cluster_of: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Score every page by its cluster as `ref.cluster_score` does, but for float32's rounding; without a request axis.
+
+    Args:
+        query: [kv_head, group, head_dim] float; centroids: [kv_head, cluster, head_dim] float32.
+        cluster_of: [kv_head, page] int64, -1 for pages that do not count.
+    """
+    logits = torch.bmm(query.float(), centroids.mT).mul_(scale)
+    scores = torch.empty(cluster_of.shape)
+    compiled.cluster_score(logits.numpy(), cluster_of.numpy(), scores.numpy())
+    return scores

@@ -13,6 +13,7 @@ import torch
 from kv_kernels import cpu, ref
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+SKETCH_BLOCK_PAGES = cpu.BLOCK_PAGES
 
 
 def page_score(
@@ -39,6 +40,33 @@ def sketch_score(
     return _of(query).sketch_score(  # type: ignore[no-any-return]
         query, sketch, query_map, scale, page_entries, lengths
     )
+
+
+def sketch_blocks(num_heads: int, num_pages: int, page_entries: int, entry_bytes: int) -> torch.Tensor:
+    """Return room for the sketches of pages in the CPU's layout; see `cpu.sketch_blocks`."""
+    return cpu.sketch_blocks(num_heads, num_pages, page_entries, entry_bytes)
+
+
+def sketch_put(blocks: torch.Tensor, first: int, pages: torch.Tensor) -> None:
+    """Write sketches of pages into blocks; see `cpu.sketch_put`."""
+    cpu.sketch_put(blocks, first, pages)
+
+
+def sketch_block_score(
+    query: torch.Tensor, blocks: torch.Tensor, query_map: torch.Tensor, scale: float, num_pages: int
+) -> torch.Tensor:
+    """Score pages by blocks of their sketches; see `cpu.sketch_block_score`."""
+    return cpu.sketch_block_score(query, blocks, query_map, scale, num_pages)
+
+
+def cluster_score(
+    query: torch.Tensor, centroids: torch.Tensor, cluster_of: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Score every page by its cluster; see `ref.cluster_score`."""
+    if query.is_cuda:
+        return _triton().cluster_score(query, centroids, cluster_of, scale)  # type: ignore[no-any-return]
+    score = cpu.cluster_score if query.ndim == 3 else ref.cluster_score
+    return score(query, centroids, cluster_of, scale)
 
 
 def two_level_score(

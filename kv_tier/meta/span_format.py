@@ -34,6 +34,8 @@ MAX_SECTIONS = 8
 MAX_PAGES = 2**16 - 1
 NO_KEY = bytes(32)
 NO_SELECTION = bytes(32)
+NO_SKETCH = bytes(32)
+DIGEST_BYTES = 32
 
 HEADER_FIELDS: tuple[tuple[str, str], ...] = (
     ("magic", "8s"),
@@ -93,6 +95,7 @@ class SectionType(IntEnum):
     MEANS = 3
     LAYOUT = 4
     CENTROIDS = 5
+    SKETCH = 8
     CHECKSUMS = 6
     KV = 7
 
@@ -100,7 +103,7 @@ class SectionType(IntEnum):
 ENCRYPTED = 0x100
 """Set in the version of an encrypted span's KV section, beside its encoding."""
 
-SECRET_SECTIONS = (SectionType.TOKENS, SectionType.MEANS, SectionType.CENTROIDS)
+SECRET_SECTIONS = (SectionType.TOKENS, SectionType.MEANS, SectionType.CENTROIDS, SectionType.SKETCH)
 """What is sealed beside KV: the others tell no token and no key."""
 
 
@@ -188,6 +191,7 @@ class SpanHeader(Shape):
         num_clusters: centroids of each (layer, KV head); 0 when the span is not clustered.
         encoding: a KvEncoding; a span in fewer bits has no exact page.
         encrypted: pages, tokens, means and centroids are sealed, each with a tag behind it.
+        sketch_bytes: of one page in one (layer, KV head); 0 when the span holds no sketch.
         parent_key: key of the page before the first; zeros when first_page is 0.
         selection: hash of the selection configuration; zeros when every page is exact.
         tp_rank, tp_size, pp_rank, pp_size: the shard.
@@ -201,6 +205,7 @@ class SpanHeader(Shape):
     num_clusters: int = 0
     encoding: int = KvEncoding.RAW
     encrypted: bool = False
+    sketch_bytes: int = 0
     parent_key: bytes = NO_KEY
     selection: bytes = NO_SELECTION
     tp_rank: int = 0
@@ -307,6 +312,7 @@ def plan_sections(header: SpanHeader) -> dict[int, Section]:
         SectionType.MEANS: header.num_pages * header.summary_bytes,
         SectionType.LAYOUT: 2 * 2 * header.num_extents,
         SectionType.CENTROIDS: header.num_clusters * header.summary_bytes,
+        SectionType.SKETCH: header.sketch_bytes and DIGEST_BYTES + header.num_extents * header.sketch_bytes,
         SectionType.CHECKSUMS: 4 * (header.num_extents + header.num_layers),
         SectionType.KV: header.kv_bytes,
     }
@@ -376,7 +382,11 @@ def decode_header(block: bytes, name: object = "span") -> tuple[SpanHeader, dict
     header = SpanHeader(**fields, num_clusters=0)
     problem = header.problem()
     if problem is None:
-        header = replace(header, num_clusters=_num_clusters(header, sections))
+        header = replace(
+            header,
+            num_clusters=_num_clusters(header, sections),
+            sketch_bytes=_sketch_bytes(header, sections),
+        )
         problem = _sections_problem(header, sections)
     if problem is None and encode_header(header, sections) != block:
         problem = "the header is not in canonical form"
@@ -440,6 +450,12 @@ def _decode_sections(block: bytes, name: object) -> dict[int, Section]:
 def _num_clusters(header: SpanHeader, sections: Mapping[int, Section]) -> int:
     section = sections.get(SectionType.CENTROIDS)
     return (section.length - header.tag_bytes) // header.summary_bytes if section else 0
+
+
+def _sketch_bytes(header: SpanHeader, sections: Mapping[int, Section]) -> int:
+    section = sections.get(SectionType.SKETCH)
+    codes = section.length - DIGEST_BYTES - header.tag_bytes if section else 0
+    return max(0, codes) // header.num_extents
 
 
 def _sections_problem(header: SpanHeader, sections: Mapping[int, Section]) -> str | None:

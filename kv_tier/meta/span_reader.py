@@ -25,6 +25,8 @@ from kv_tier.meta.page_keys import KEY_BYTES
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadBuffer, ReadPath, aligned_bytes
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
+    DIGEST_BYTES,
+    NO_SKETCH,
     Raw,
     Section,
     SectionType,
@@ -91,6 +93,7 @@ class SpanFile:
         sections: the section table, by type.
         tokens: [num_pages, page_size] uint32.
         keys: num_pages keys of 32 bytes.
+        sketch_digest: what the sketch was made with, checked when that is read; zeros without one.
         bad_pages: ordinals of pages known to be lost; kept by the owner.
         num_attached: logical pages that point here; kept by the owner.
         retired: no longer offered, closed once nothing is attached; kept by the owner.
@@ -118,6 +121,7 @@ class SpanFile:
         self.sections = sections
         self.tokens = tokens
         self.keys = keys
+        self.sketch_digest = NO_SKETCH
         self.bad_pages: set[int] = set()
         self.num_attached = 0
         self.retired = False
@@ -137,7 +141,7 @@ class SpanFile:
         keyring: Keyring | None = None,
         fs: FileSystem = REAL,
     ) -> Self:
-        """Open and validate everything but means, centroids and KV, which are checked when read.
+        """Open and validate everything but means, centroids, sketch and KV, which are checked when read.
 
         Args:
             path: the file; with ``dir_fd`` only its last part is used.
@@ -194,6 +198,10 @@ class SpanFile:
         if problem := span._chain_problem():
             raise CorruptExtentError(f"{path}: {problem}")
         span._read_tables()
+        if section := sections.get(SectionType.SKETCH):
+            digest = np.empty(DIGEST_BYTES, np.uint8)
+            span._read(digest, section.offset)
+            span.sketch_digest = digest.tobytes()
         return span
 
     @property
@@ -264,6 +272,15 @@ class SpanFile:
         header = self.header
         shape = (header.num_layers, header.num_kv_heads, self.header.num_clusters, header.head_dim)
         return self._plain_section(SectionType.CENTROIDS).view(header.bits_dtype).reshape(shape)
+
+    def read_sketch(self) -> Raw:
+        """Read the sketches: [L, H, num_pages, sketch_bytes] uint8, by page ordinal. Raises as ``read_means``."""
+        header = self.header
+        data = self._read_section(SectionType.SKETCH)
+        if data[:DIGEST_BYTES].tobytes() != self.sketch_digest:
+            raise CorruptExtentError(f"{self.path}: the sketch's digest changed since the file was opened")
+        shape = (header.num_layers, header.num_kv_heads, header.num_pages, header.sketch_bytes)
+        return self._plain_section(SectionType.SKETCH, data[DIGEST_BYTES:]).reshape(shape)
 
     def read_layer(
         self, layer: int, *, path: ReadPath = THROUGH_CACHE, buffer: ReadBuffer | None = None

@@ -25,6 +25,7 @@ from kv_tier.meta.page_keys import KEY_BYTES
 from kv_tier.meta.read_engine import ALIGNMENT, aligned_bytes
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
+    NO_SKETCH,
     SECRET_SECTIONS,
     Raw,
     Section,
@@ -58,6 +59,7 @@ class SpanParts:
             past the page cache if its memory is aligned (``read_engine.aligned_bytes``). Where the header says another
             encoding, L arrays [H, n (place), stored_page_bytes] uint8. One layer is taken at a time.
         centroids: [L, H, num_clusters, D] raw, or None without clusters.
+        sketch: [L, H, n, sketch_bytes] uint8, by page ordinal, or None; sketch_digest: 32 bytes, what it was made with.
     """
 
     tokens: Raw
@@ -67,10 +69,16 @@ class SpanParts:
     clusters: Raw
     kv: Iterable[Raw]
     centroids: Raw | None = None
+    sketch: Raw | None = None
+    sketch_digest: bytes = NO_SKETCH
 
     @property
     def num_clusters(self) -> int:
         return 0 if self.centroids is None else int(self.centroids.shape[2])
+
+    @property
+    def sketch_bytes(self) -> int:
+        return 0 if self.sketch is None else int(self.sketch.shape[3])
 
 
 def write_span(
@@ -199,18 +207,24 @@ def _write_parts(
     }
     if parts.centroids is not None:
         arrays[SectionType.CENTROIDS] = [parts.centroids]
+    if parts.sketch is not None:
+        arrays[SectionType.SKETCH] = [np.frombuffer(parts.sketch_digest, np.uint8), parts.sketch]
     front = aligned_bytes(sections[SectionType.KV].offset)
     front[:] = 0
     for kind, pieces in arrays.items():
         data = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
         if cipher is not None and kind in SECRET_SECTIONS:
-            data = [np.frombuffer(cipher.seal(kind, 0, np.concatenate(data).data), np.uint8)]
+            plain = data[:1] if kind == SectionType.SKETCH else []  # constants of a model are no secret
+            secret = np.concatenate(data[len(plain) :])
+            data = [*plain, np.frombuffer(cipher.seal(kind, 0, secret.data), np.uint8)]
         sections[kind] = section = with_crc(sections[kind], data)
         front[section.offset : section.offset + section.length] = np.concatenate(data)
     front[:BLOCK_BYTES] = np.frombuffer(encode_header(header, sections), np.uint8)
     _write_past_cache(fs, fd, path, front, 0, len(front))
     dir_fds = (None, None) if data_dir is None else (data_dir.spans_fd, data_dir.keys_fd)
-    return SpanFile(path, fd, header, sections, tokens, keys, dir_fds=dir_fds, cipher=cipher, fs=fs)
+    span = SpanFile(path, fd, header, sections, tokens, keys, dir_fds=dir_fds, cipher=cipher, fs=fs)
+    span.sketch_digest = parts.sketch_digest
+    return span
 
 
 def _sealed(header: SpanHeader, kv: Iterable[Raw], cipher: SpanCipher) -> Iterator[Raw]:
@@ -321,3 +335,6 @@ def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequen
         shape = (*pages[:2], header.num_clusters, header.head_dim)
         check_array("centroids", parts.centroids, shape, header.bits_dtype)
         assert int(parts.clusters.max()) < header.num_clusters, (parts.clusters.max(), header.num_clusters)
+    assert parts.sketch_bytes == header.sketch_bytes, (parts.sketch_bytes, header.sketch_bytes)
+    if parts.sketch is not None:
+        check_array("sketch", parts.sketch, (*pages, header.sketch_bytes), np.dtype(np.uint8))

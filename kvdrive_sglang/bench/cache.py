@@ -29,9 +29,9 @@ from kv_kernels import dispatch
 from kv_tier.attention import attend_selected
 from kv_tier.clusters import cluster_pages
 from kv_tier.geometry import Geometry
+from kv_tier.index import page_means, rank_by_means
 from kv_tier.modes import DEFAULT_EVICTION, EVICTIONS, EvictionName
-from kv_tier.selection import Budget, score_pages, select_pages
-from kv_tier.steps import page_means
+from kv_tier.selection import Budget, Scope, select_pages
 from kv_tier.window import WindowCaches
 from kvdrive_sglang.bench.engines import BenchFailed, Progress, model_path
 from kvdrive_sglang.bench.lab import LabModel
@@ -264,7 +264,8 @@ def stage_times(model: LabModel, decoded: Decoded, case: Case, num_steps: int = 
             query = decoded.queries[layer][step]
             clock = [time.perf_counter()]
             if case.pages_per_centroid == 1:
-                scores = score_pages(query, means[layer][:, : count - 1], count, local, budget, model.scale)
+                scope = Scope(count - 1, count, local, budget)
+                scores = rank_by_means(query, means[layer][:, : count - 1], scope, model.scale)
             else:
                 scores = coarse[layer].score(query, count, local, budget, model.scale)
             selected = select_pages(scores[None], budget)
@@ -308,7 +309,7 @@ class Centroids:
     def score(
         self, query: torch.Tensor, num_pages: int, first_local: int, budget: Budget, scale: float
     ) -> torch.Tensor:
-        """Return scores as ``score_pages`` does, -inf for pages that no chosen cluster holds."""
+        """Return scores as ``DeviceIndex.rank`` does, -inf for pages that no chosen cluster holds."""
         assert budget.pages is not None
         heads = query.shape[0]
         by_page = torch.full((heads, num_pages), float("inf"))

@@ -14,9 +14,9 @@ import torch
 
 from kv_kernels import dispatch
 from kv_tier.geometry import Geometry
+from kv_tier.index import page_means, rank_by_means
 from kv_tier.modes import EVICTIONS, EvictionName
-from kv_tier.selection import Budget, score_pages
-from kv_tier.steps import page_means
+from kv_tier.selection import Budget, Scope
 from kv_tier.window import WindowCaches
 from kv_tier.window_profile import MULTIPLES, WindowProfile
 from kvdrive_sglang.bench.lab import LabModel, Recorder
@@ -32,7 +32,7 @@ POLICIES: tuple[str, ...] = (*EVICTIONS, ORACLE)
 class Trace:
     """The scores of a text's decode steps.
 
-    ``scores``: [layer, step, kv_head, page] float32 as ``score_pages`` gives them, -inf where a page does not exist yet.
+    ``scores``: [layer, step, kv_head, page] float32 as ``rank_by_means`` gives them, -inf where a page does not exist yet.
     """
 
     geometry: Geometry
@@ -106,7 +106,8 @@ def score_steps(model: LabModel, decoded: Decoded, page_size: int, num_steps: in
             length = decoded.prompt + step + 1
             pages = geometry.num_pages(length)
             local = budget.first_local_page(length)
-            scored = score_pages(query, means[:, : pages - 1], pages, local, budget, model.scale)
+            scope = Scope(pages - 1, pages, local, budget)
+            scored = rank_by_means(query, means[:, : pages - 1], scope, model.scale)
             scores[layer, step, :, :pages] = scored.numpy()
     return Trace(geometry, scores)
 

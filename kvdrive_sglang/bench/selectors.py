@@ -16,9 +16,9 @@ from kv_kernels import dispatch
 from kv_kernels.ref.sketch import sketch_build, unpack_codes
 from kv_tier.clusters import cluster_pages
 from kv_tier.geometry import Geometry
+from kv_tier.index import page_means
 from kv_tier.selection import Budget
 from kv_tier.sketch import SketchMaps
-from kv_tier.steps import page_means
 from kvdrive_sglang.bench.lab import positions_of
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kv_tier.geometry import Geometry
+from kv_tier.index import WARM_UP_QUERIES
 from kv_tier.layer_stream import LayerStream
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.page_keys import page_keys
@@ -23,7 +24,7 @@ from kv_tier.selection import Budget
 from kv_tier.spans import Identity, SpanStore
 from kv_tier.steps import AppendRule, DecodeStep, ExtendStep, Writer
 from kv_tier.store import PAGES_PER_CLUSTER, StoreLimits, TieredStore
-from kv_tier.within_budget import WARM_UP_QUERIES, warm_up
+from kv_tier.within_budget import warm_up
 
 IDENTITY = Identity(fingerprint=b"b" * 32, selection=b"b" * 32)
 BUDGET_TOKENS, SINK_TOKENS, LOCAL_TOKENS = 1024, 4, 64

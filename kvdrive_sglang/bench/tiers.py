@@ -28,6 +28,7 @@ import torch
 
 from kv_tier.attention import attend_masked
 from kv_tier.geometry import Geometry
+from kv_tier.index import WARM_UP_QUERIES
 from kv_tier.meta.read_engine import (
     ReadBatch,
     ReadEngine,
@@ -40,7 +41,6 @@ from kv_tier.meta.span_file import write_span
 from kv_tier.span_batch import PageBatch, Wants
 from kv_tier.spans import SealJob
 from kv_tier.steps import DecodeStep, ExtendStep
-from kv_tier.within_budget import WARM_UP_QUERIES
 from kvdrive_sglang.bench.engines import BenchFailed, Progress, model_path, scratch
 from kvdrive_sglang.bench.made_up import HEAD_DIM, PAGE, drifting, page_topics, stays_for
 from kvdrive_sglang.bench.report import BenchResult

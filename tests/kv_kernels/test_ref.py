@@ -66,6 +66,16 @@ def test_cluster_score_is_the_page_score_of_centroids() -> None:
     assert (scores[0, 1, 7:] == -INF).all()
 
 
+@pytest.mark.parametrize(("group", "num_clusters", "num_pages"), [(1, 1, 1), (3, 7, 40), (8, 33, 20)])
+def test_clusters_score_alike_on_the_cpu(group: int, num_clusters: int, num_pages: int) -> None:
+    query, rows = torch.randn(2, group, 8).bfloat16(), torch.randn(2, num_clusters + 3, 8)[:, :num_clusters]
+    cluster_of = torch.randint(0, num_clusters, (2, num_pages + 9))[:, :num_pages]
+    cluster_of[1, 1:] -= torch.randint(0, 2, (num_pages - 1,)) * num_clusters
+    cluster_of.clamp_(min=-1)
+    expected = ref.cluster_score(query, rows, cluster_of, 0.3)
+    torch.testing.assert_close(dispatch.cluster_score(query, rows, cluster_of, 0.3), expected)
+
+
 def test_two_levels_rank_candidates_by_their_means_and_nothing_else() -> None:
     query = torch.tensor([[[[1.0, 0.0]]]])
     means = torch.tensor([[[[0.0, 1.0], [3.0, 0.0], [9.0, 0.0], [1.0, 0.0], [2.0, 5.0]]]])
@@ -227,3 +237,41 @@ def test_a_code_does_not_depend_on_how_many_keys_share_a_call() -> None:
     whole = ref.sketch_build(keys, key_map, offset)
     parts = [ref.sketch_build(keys[:, i : i + 7], key_map, offset) for i in range(0, 100, 7)]
     assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("page_entries", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("num_pages", "group", "directions"), [(1, 1, 2), (15, 3, 6), (16, 4, 8), (17, 1, 32), (40, 9, 10)]
+)
+def test_blocks_score_as_sketches_do(page_entries: int, num_pages: int, group: int, directions: int) -> None:
+    heads, dim = 2, 12
+    query, query_map = 2 * torch.randn(heads, group, dim), torch.randn(heads, dim, directions) / 4
+    sketch = torch.randint(0, 256, (num_pages, heads, page_entries, directions // 2), dtype=torch.uint8)
+    blocks = cpu.sketch_blocks(heads, num_pages + 5, page_entries, directions // 2)
+    blocks += 255  # what lies beyond the pages that count
+    first = num_pages // 2
+    cpu.sketch_put(blocks, 0, sketch[:first])
+    cpu.sketch_put(blocks, first, sketch[first:])
+    by_entry = sketch.transpose(0, 1).flatten(1, 2)
+    expected = ref.sketch_score(query, by_entry, query_map, 0.3, page_entries)
+    scores = dispatch.sketch_block_score(query, blocks, query_map, 0.3, num_pages)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_of_blocks_depend_on_the_pages_that_count_alone() -> None:
+    query, query_map = torch.randn(3, 3, 64).bfloat16(), torch.randn(3, 64, 32) / 8
+    sketch = torch.randint(0, 256, (50, 3, 8, 16), dtype=torch.uint8)
+    scores = []
+    for room in (33, 50, 200):
+        blocks = cpu.sketch_blocks(3, room, 8, 16)
+        cpu.sketch_put(blocks, 0, sketch[:room])
+        scores.append(dispatch.sketch_block_score(query, blocks, query_map, 0.125, 33))
+    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
+
+
+def test_far_apart_logits_leave_nothing_infinite() -> None:
+    query, query_map = torch.full((1, 1, 2), 100.0), torch.eye(2)[None]
+    blocks = cpu.sketch_blocks(1, 2, 1, 1)
+    cpu.sketch_put(blocks, 0, torch.tensor([0x00, 0xFF], dtype=torch.uint8).view(2, 1, 1, 1))
+    scores = dispatch.sketch_block_score(query, blocks, query_map, 1.0, 2)
+    torch.testing.assert_close(scores, torch.tensor([[0.0, 1.0]]))

@@ -10,6 +10,7 @@ import torch
 
 from kv_tier.device_memory import DeviceMemory
 from kv_tier.geometry import Geometry
+from kv_tier.index import MEANS
 from kv_tier.page_table import PageTable
 from kv_tier.request import RequestState
 
@@ -18,7 +19,8 @@ MAX_PAGES, NUM_SLOTS = 12, 4
 
 
 def new_memory(num_requests: int) -> DeviceMemory:
-    return DeviceMemory(GEOMETRY, np.full((2, 2), NUM_SLOTS), MAX_PAGES, num_requests, "smoothed")
+    index = MEANS.build(GEOMETRY, PageTable(GEOMETRY, 1))
+    return DeviceMemory(GEOMETRY, np.full((2, 2), NUM_SLOTS), MAX_PAGES, num_requests, "smoothed", index)
 
 
 @pytest.fixture

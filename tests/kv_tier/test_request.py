@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kv_tier.index import MEANS, DeviceMeans
 from kv_tier.page_table import PageTable
-from kv_tier.request import DeviceIndex, RequestState
+from kv_tier.request import RequestState
 from kv_tier.window import WindowCaches
 from tests.models.synthetic_engine import GEOMETRY
 
@@ -21,11 +22,11 @@ def filled_state() -> tuple[RequestState, PageTable]:
     slots = np.full((GEOMETRY.num_layers, GEOMETRY.num_kv_heads), MAX_PAGES)
     caches = WindowCaches(GEOMETRY, slots, MAX_PAGES, 1)
     state.window = caches.lend()
-    state.index = DeviceIndex(GEOMETRY, MAX_PAGES)
+    state.index = MEANS.build(GEOMETRY, table).device(MAX_PAGES)
     for layer in range(GEOMETRY.num_layers):
         selected = np.tile(np.arange(6), (1, GEOMETRY.num_kv_heads, 1))
         caches.admit(layer, np.array([state.window.row]), selected, None)
-        state.index.extend_to(layer, 5, state.pages, table)
+        state.index.extend_to(layer, 5, state.pages)
     return state, table
 
 
@@ -38,12 +39,17 @@ def resident(state: RequestState) -> list[int]:
 
 
 def test_the_index_holds_the_means_of_the_pages_in_order() -> None:
-    state, table = filled_state()
-    assert state.index is not None
+    state, _ = filled_state()
+    assert isinstance(state.index, DeviceMeans)
     for layer in range(GEOMETRY.num_layers):
-        index = state.index.extend_to(layer, 5, state.pages, table)
-        assert index.shape == (GEOMETRY.num_kv_heads, 5, GEOMETRY.head_dim)
-        assert index[0, :, 0].tolist() == [10 + layer, 11 + layer, 12 + layer, 13 + layer, 14 + layer]
+        state.index.extend_to(layer, 5, state.pages)
+        assert state.index.means[layer, 0, :5, 0].tolist() == [
+            10 + layer,
+            11 + layer,
+            12 + layer,
+            13 + layer,
+            14 + layer,
+        ]
 
 
 def test_growing_keeps_what_is_cached() -> None:

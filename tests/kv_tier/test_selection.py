@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kv_tier.index import rank_by_means
 from kv_tier.meta.errors import ConfigError
-from kv_tier.selection import Budget, score_pages, select_pages
+from kv_tier.selection import Budget, Scope, select_pages
 from tests.models.attention_model import selected_pages
 
 SIZE, DIM, SCALE = 4, 16, 0.25
@@ -65,7 +66,8 @@ def test_selection_equals_the_slow_definition(num_tokens: int, pages: int, group
     query = torch.randn(2, group, DIM).to(torch.bfloat16)
     full = keys[:, : (num_pages - 1) * SIZE].float().unflatten(1, (-1, SIZE))
     means = full.mean(2).to(torch.bfloat16).float()
-    scores = score_pages(query, means, num_pages, budget.first_local_page(num_tokens), budget, SCALE)
+    scope = Scope(num_pages - 1, num_pages, budget.first_local_page(num_tokens), budget)
+    scores = rank_by_means(query, means, scope, SCALE)
     selected = select_pages(scores, budget)
     assert selected.shape == (2, pages)
     for head in range(2):
@@ -84,5 +86,5 @@ def test_selection_equals_the_slow_definition(num_tokens: int, pages: int, group
 
 def test_equal_scores_go_to_the_lower_pages() -> None:
     budget = budget_of(7)
-    scores = score_pages(torch.ones(1, 1, DIM), torch.ones(1, 19, DIM), 20, 17, budget, SCALE)
+    scores = Scope(19, 20, 17, budget).complete(torch.ones(1, 19))
     assert select_pages(scores, budget).tolist() == [[0, 1, 2, 3, 17, 18, 19]]

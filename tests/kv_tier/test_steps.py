@@ -10,7 +10,8 @@ import torch
 from kv_tier import steps
 from kv_tier.attention import ExactAttention
 from kv_tier.geometry import Geometry
-from kv_tier.steps import AppendRule, page_means
+from kv_tier.index import page_means
+from kv_tier.steps import AppendRule
 from tests.kv_tier.conftest import EngineFactory
 from tests.models.attention_model import full_attention, sparse_decode
 from tests.models.synthetic_engine import GEOMETRY, SyntheticEngine, make_script

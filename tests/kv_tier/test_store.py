@@ -175,7 +175,7 @@ def test_device_memory_is_lent_kept_and_never_more(new_engine: EngineFactory) ->
     for value in vars(caches.eviction).values():
         arrays.extend(value if isinstance(value, list) else [])
     held = sum(t.nbytes for t in tensors) + sum(a.nbytes for a in arrays)
-    assert per_request == held // 2 + state.index.means.nbytes
+    assert per_request == held // 2 + state.index.num_bytes
 
 
 def test_gauges_add_up(new_engine: EngineFactory) -> None:

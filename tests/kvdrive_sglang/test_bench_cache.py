@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kv_tier.geometry import Geometry
+from kv_tier.index import page_means, rank_by_means
 from kv_tier.modes import EVICTIONS
-from kv_tier.selection import Budget, score_pages, select_pages
-from kv_tier.steps import page_means
+from kv_tier.selection import Budget, Scope, select_pages
 from kv_tier.window import WindowCaches
 from kvdrive_sglang.bench import cache
 from kvdrive_sglang.bench.engines import BenchFailed
@@ -206,6 +206,6 @@ def test_every_page_its_own_centroid_selects_as_page_means(decoded: Decoded) -> 
         :, :1
     ]  # of a group, each member's softmax has another sum over fewer pages
     local = budget.first_local_page(1112)
-    wanted = score_pages(query, means[:, :138], 139, local, budget, 0.25)
+    wanted = rank_by_means(query, means[:, :138], Scope(138, 139, local, budget), 0.25)
     got = cache.Centroids(means, 137, geometry, 1).score(query, 139, local, budget, 0.25)
     assert torch.equal(select_pages(got, budget), select_pages(wanted, budget))

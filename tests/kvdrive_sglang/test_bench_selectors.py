@@ -7,9 +7,9 @@ import torch
 
 from kv_kernels import ref
 from kv_tier.geometry import Geometry
-from kv_tier.selection import Budget, score_pages, select_pages
+from kv_tier.index import page_means, rank_by_means
+from kv_tier.selection import Budget, Scope, select_pages
 from kv_tier.sketch import SketchMaps, moments_of, solve_maps
-from kv_tier.steps import page_means
 from kvdrive_sglang.bench.selectors import (
     Chance,
     Clusters,
@@ -56,7 +56,8 @@ def test_page_means_select_what_a_step_selects(queries: torch.Tensor, keys: torc
         num_tokens = PROMPT + t + 1
         num_pages = -(-num_tokens // SIZE)
         means = page_means(paged(keys[:, : (num_pages - 1) * SIZE], SIZE)).float()
-        scores = score_pages(queries[t], means, num_pages, BUDGET.first_local_page(num_tokens), BUDGET, SCALE)
+        scope = Scope(num_pages - 1, num_pages, BUDGET.first_local_page(num_tokens), BUDGET)
+        scores = rank_by_means(queries[t], means, scope, SCALE)
         for head, pages in enumerate(select_pages(scores, BUDGET)):
             got = {p for p in chosen[head, t].nonzero()[:, 0].tolist() if p < num_tokens}
             assert got == positions(pages, num_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kv_tier.meta.errors import ConfigError
+from kv_tier.modes import INDEXES
 from kvdrive_sglang.config import CONFIG_ENV, config_of_linker, load_config, parse_config
 
 
@@ -83,16 +84,26 @@ def test_a_window_profile_goes_with_one_budget_only(other: dict[str, Any]) -> No
 
 
 def test_selection_digest_follows_what_selects() -> None:
-    base = parse_config({"data_dir": "d"})
-    assert base.selection_digest() == parse_config({"data_dir": "e", "window_multiple": 3}).selection_digest()
-    windows = {"eviction": "lru", "window_profile": "p.json", "device_bytes": 1}
-    assert base.selection_digest() == parse_config({"data_dir": "d", **windows}).selection_digest()
-    for change in (
+    def digest(selector: str = "page_means/1", **fields: Any) -> bytes:
+        return parse_config({"data_dir": "d", **fields}).selection_digest(selector)
+
+    base = digest()
+    assert base == digest(data_dir="e", window_multiple=3, eviction="lru", device_bytes=1)
+    assert base == digest(window_profile="p.json")
+    changes: tuple[dict[str, Any], ...] = (
         {"budget_tokens": 512},
         {"append": "exact"},
         {"num_sink_tokens": 8},
         {"local_window_tokens": 32},
         {"cold_encoding": "int8"},
         {"cold_encoding": "fp8"},
-    ):
-        assert parse_config({"data_dir": "d", **change}).selection_digest() != base.selection_digest()
+        {"selector": "key_sketch/1/aa"},
+    )
+    assert all(digest(**change) != base for change in changes)
+
+
+def test_every_index_can_be_asked_for() -> None:
+    assert parse_config({"data_dir": "d"}).index == "means"
+    assert [parse_config({"data_dir": "d", "index": name}).index for name in INDEXES] == list(INDEXES)
+    with pytest.raises(ConfigError, match="index"):
+        parse_config({"data_dir": "d", "index": "quest"})

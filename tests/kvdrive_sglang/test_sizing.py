@@ -7,6 +7,7 @@ import pytest
 from kv_tier.geometry import Geometry
 from kv_tier.meta.errors import CapacityError, ConfigError
 from kv_tier.store import StoreLimits, require_capacity
+from kv_tier.two_level_index import TwoLevelPlan
 from kvdrive_sglang.config import parse_config
 from kvdrive_sglang.sizing import (
     buffer_bytes,
@@ -55,3 +56,13 @@ def test_device_bytes_hold_whole_requests_or_are_refused() -> None:
     assert device_requests_for(config, 1) == 256
     with pytest.raises(ConfigError, match=r"device_bytes=1000 .* raise device_bytes to 1001"):
         device_requests_for(config, 1001)
+
+
+def test_the_index_is_counted_in_dram() -> None:
+    config = parse_config({"data_dir": "d", "dram_bytes": 40_000_000})
+    plan = TwoLevelPlan()
+    pages = logical_pages_for(config, GEOMETRY, 64, plan)
+    assert pages < logical_pages_for(config, GEOMETRY, 64)
+    frames = frames_for(config, GEOMETRY, pages, plan)
+    tables = pages * (GEOMETRY.mean_bytes + plan.table_bytes(GEOMETRY) + 50)
+    assert frames * GEOMETRY.page_bytes + tables + buffer_bytes(GEOMETRY) <= config.dram_bytes

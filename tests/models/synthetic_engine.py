@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kv_tier.geometry import Geometry
+from kv_tier.index import MEANS, IndexPlan
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.page_keys import page_keys
@@ -109,6 +110,7 @@ class SyntheticEngine:
         num_device_requests: int = 8,
         eviction: EvictionName = DEFAULT_EVICTION,
         window_profile: WindowProfile | None = None,
+        index: IndexPlan = MEANS,
         append: AppendRule | None = None,
         ssd_bytes: int = 1 << 30,
         identity: Identity = IDENTITY,
@@ -124,6 +126,7 @@ class SyntheticEngine:
         self.append = append or AppendRule("exact")
         self.scale = geometry.head_dim**-0.5
         self.data_dir = DataDir.open(path, role="engine")
+        identity = replace(identity, sketch=index.sketch_digest)
         self.spans = SpanStore(self.data_dir, geometry, identity, ssd_bytes=ssd_bytes, keyring=keyring)
         limits = StoreLimits(
             num_pages,
@@ -134,6 +137,7 @@ class SyntheticEngine:
             num_device_requests=num_device_requests,
             eviction=eviction,
             window_profile=window_profile,
+            index=index,
         )
         budget = Budget(budget_pages, 4, 8, geometry.page_size)
         self.store = TieredStore(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath
 from kv_tier.meta.span_file import SpanFile
-from kv_tier.meta.span_format import Raw, Shape, SpanHeader
+from kv_tier.meta.span_format import NO_SKETCH, Raw, Shape, SpanHeader
 from kv_tier.meta.span_writer import SpanParts
 from kv_tier.span_batch import PageBatch, Wants
 
@@ -20,7 +20,13 @@ TINY = Shape(num_layers=2, num_kv_heads=1, head_dim=2, page_size=2, stretch_toke
 
 
 def sample_header(
-    shape: Shape = TINY, *, sequence: int = 1, num_pages: int = 3, num_clusters: int = 2, first_page: int = 0
+    shape: Shape = TINY,
+    *,
+    sequence: int = 1,
+    num_pages: int = 3,
+    num_clusters: int = 2,
+    first_page: int = 0,
+    sketch_bytes: int = 0,
 ) -> SpanHeader:
     """Return the header of an exact span; one that does not start the sequence gets a parent key."""
     return SpanHeader.plan(
@@ -32,6 +38,7 @@ def sample_header(
         num_pages=num_pages,
         num_exact_pages=num_pages,
         num_clusters=num_clusters,
+        sketch_bytes=sketch_bytes,
     )
 
 
@@ -44,7 +51,9 @@ def sample_parts(header: SpanHeader, seed: int = 0) -> SpanParts:
     def bits(*size: int) -> npt.NDArray[Any]:
         return rng.integers(0, 2 ** (8 * header.bits_dtype.itemsize), size, dtype=header.bits_dtype.type)
 
-    clusters = header.num_clusters
+    clusters, sketch = header.num_clusters, None
+    if header.sketch_bytes:
+        sketch = rng.integers(0, 256, (*pages, header.sketch_bytes), dtype=np.uint8)
     return SpanParts(
         tokens=tokens,
         keys=page_keys(
@@ -54,6 +63,8 @@ def sample_parts(header: SpanHeader, seed: int = 0) -> SpanParts:
         order=np.argsort(rng.random(pages), axis=-1).astype(np.uint16),
         clusters=rng.integers(0, max(1, clusters), pages, dtype=np.uint16),
         centroids=bits(*pages[:2], clusters, header.head_dim) if clusters else None,
+        sketch=sketch,
+        sketch_digest=b"D" * 32 if header.sketch_bytes else NO_SKETCH,
         kv=bits(*pages, 2, header.page_size, header.head_dim),
     )
 

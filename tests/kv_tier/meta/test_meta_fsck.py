@@ -15,11 +15,11 @@ from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.span_file import SpanParts, write_span
 from kv_tier.meta.span_format import SectionType, plan_sections
 from tests.faults.faulty_file_system import FaultyFileSystem
-from tests.kv_tier.meta.span_samples import sample_header, sample_parts, sample_span
+from tests.kv_tier.meta.span_samples import TINY, sample_header, sample_parts, sample_span
 
 
-def write(data_dir: DataDir, span_id: int, *, first_page: int = 0, num_pages: int = 3) -> Path:
-    header = sample_header(sequence=span_id, first_page=first_page, num_pages=num_pages)
+def write(data_dir: DataDir, span_id: int, **fields: int) -> Path:
+    header = sample_header(TINY, sequence=span_id, **fields)
     write_span(data_dir, span_id, header, sample_parts(header)).close()
     return data_dir.span_path(span_id)
 
@@ -53,8 +53,8 @@ def test_whole_spans_are_clean(data_dir: DataDir) -> None:
 @pytest.mark.parametrize("kind", [None, *SectionType])
 def test_damage_anywhere_is_found_and_set_aside(data_dir: DataDir, kind: SectionType | None) -> None:
     write(data_dir, 1)
-    path = write(data_dir, 2, first_page=4)
-    offset = 100 if kind is None else plan_sections(sample_header())[kind].offset
+    path = write(data_dir, 2, first_page=4, sketch_bytes=3)
+    offset = 100 if kind is None else plan_sections(sample_header(sketch_bytes=3))[kind].offset
     flip(path, offset)
     before = snapshot(data_dir)
     report = check_spans(data_dir)

@@ -57,6 +57,7 @@ def headers(draw: st.DrawFn) -> SpanHeader:
         sequence=draw(st.integers(0, 2**64 - 1)),
         num_pages=num_pages,
         num_clusters=draw(st.integers(0, 5)),
+        sketch_bytes=draw(st.sampled_from([0, 1, 24])),
         first_page=draw(st.integers(0, 3)) * pages_per_stretch + offset,
     )
     num_exact = draw(st.integers(0, num_pages))
@@ -76,6 +77,9 @@ def assert_reads_back(span: SpanFile, header: SpanHeader, parts: SpanParts) -> N
     assert (centroids is None) == (parts.centroids is None)
     if centroids is not None:
         np.testing.assert_array_equal(centroids, parts.centroids)
+    assert span.sketch_digest == parts.sketch_digest
+    if parts.sketch is not None:
+        np.testing.assert_array_equal(span.read_sketch(), parts.sketch)
     for layer in range(header.num_layers):
         np.testing.assert_array_equal(span.read_layer(layer), np.asarray(parts.kv)[layer])
     assert span.verify() == []
@@ -153,6 +157,8 @@ def read_everything(path: Path) -> None:
     try:
         span.read_means()
         span.read_centroids()
+        if span.header.sketch_bytes:
+            span.read_sketch()
         header = span.header
         for layer in range(header.num_layers):
             span.read_layer(layer)
@@ -524,7 +530,8 @@ def test_quarantine_span_moves_a_span_in_use(data_dir: DataDir) -> None:
 
 
 def test_wrong_content_is_a_defect_of_the_caller(data_dir: DataDir) -> None:
-    header, parts = sample_span()
+    header, parts = sample_span(sketch_bytes=3)
+    assert parts.sketch is not None
     wrong = [
         replace(parts, tokens=parts.tokens + 1),
         replace(parts, keys=parts.keys[::-1]),
@@ -533,6 +540,8 @@ def test_wrong_content_is_a_defect_of_the_caller(data_dir: DataDir) -> None:
         replace(parts, means=parts.means[:, :, :2]),
         replace(parts, kv=np.asarray(parts.kv)[:1]),
         replace(parts, centroids=None),
+        replace(parts, sketch=None),
+        replace(parts, sketch=parts.sketch[:, :, :2]),
     ]
     for case in wrong:
         with pytest.raises(AssertionError):

@@ -74,7 +74,7 @@ def test_section_entry_table_on_the_page() -> None:
 def test_sections_table_on_the_page() -> None:
     """Types, names, and the length formulas, evaluated for a header with distinct sizes."""
     header = replace(
-        sample_header(num_clusters=2),
+        sample_header(num_clusters=2, sketch_bytes=17),
         num_layers=3,
         num_kv_heads=5,
         head_dim=7,
@@ -84,7 +84,7 @@ def test_sections_table_on_the_page() -> None:
         num_exact_pages=13,
         dtype_code=DtypeCode.FLOAT32,
     )
-    sizes = {"L": 3, "H": 5, "D": 7, "P": 11, "n": 13, "C": 2, "E": 4}
+    sizes = {"L": 3, "H": 5, "D": 7, "P": 11, "n": 13, "C": 2, "E": 4, "S": 17}
     planned = plan_sections(header)
     rows = table("Sections")
     assert [(int(row[0]), row[1]) for row in rows] == [(kind.value, kind.name) for kind in SectionType]
@@ -93,10 +93,10 @@ def test_sections_table_on_the_page() -> None:
 
 
 def evaluate(formula: str, sizes: dict[str, int]) -> int:
-    """Evaluate a sum of products such as ``4 (L H n + L)``."""
-    factor, _, inner = formula.partition("(")
+    """Evaluate a sum of products such as ``L n + 2`` or ``4 (L H n + L)``."""
+    factor, _, inner = formula.partition("(") if "(" in formula else ("", "", formula)
     total = 0
-    for product in (inner.rstrip(")") or "1").split("+"):
+    for product in inner.rstrip(")").split("+"):
         total += int(np.prod([sizes[word] if word in sizes else int(word) for word in product.split()]))
     return total * int(np.prod([sizes[word] if word in sizes else int(word) for word in factor.split()]))
 
@@ -158,7 +158,13 @@ def resealed(block: bytes, offset: int, value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "header", [sample_header(), sample_header(first_page=1), approximate(sample_header(), 1)]
+    "header",
+    [
+        sample_header(),
+        sample_header(first_page=1),
+        approximate(sample_header(), 1),
+        sample_header(sketch_bytes=5),
+    ],
 )
 def test_header_round_trip(header: SpanHeader) -> None:
     decoded, sections = decode_header(encoded(header))
@@ -215,6 +221,7 @@ def entry(index: int, field: str) -> int:
         (entry(1, "type"), u32(1), "must be"),
         (entry(6, "type"), u32(9), "must be"),
         (entry(7, "type"), u32(8) + u32(1), "must be"),
+        (entry(7, "type"), u32(9) + u32(1), "must be"),
         (entry(2, "offset"), u32(8192), "section MEANS has"),
         (entry(0, "length"), u32(4), "section TOKENS has 4 bytes"),
         (entry(4, "length"), u32(9), "section CENTROIDS has 9 bytes"),
