@@ -120,19 +120,19 @@ class MeansIndex:
         """Let ``target`` have what is kept of ``source``, the means apart."""
 
     def clusters(
-        self, pages: torch.Tensor, means: torch.Tensor, *, closed: bool, pages_per_cluster: int
+        self, pages: torch.Tensor, means: torch.Tensor, num_clusters: int, *, closed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Group the pages of a span that is about to be written.
 
         Args:
-            pages: [n] int64; means: [layer, kv_head, n, head_dim]; closed: they are all of a closed stretch.
-            pages_per_cluster: on average, where clusters only say which pages lie side by side in a span.
+            pages: [n] int64; means: [layer, kv_head, n, head_dim].
+            num_clusters: how many, where clusters only say which pages lie side by side.
+            closed: the pages are all of a closed stretch.
 
         Returns:
             (assignment [layer, kv_head, n] int64, centroids [layer, kv_head, cluster, head_dim] float).
         """
         layers, heads, count, dim = means.shape
-        num_clusters = max(1, count // pages_per_cluster)
         assignment, centroids = cluster_pages(means.reshape(layers * heads, count, dim), num_clusters)
         return assignment.view(layers, heads, count), centroids.view(layers, heads, num_clusters, dim)
 

@@ -703,9 +703,10 @@ class SpanStore:
             selection=self.identity.selection,
         )
         means, centroids = old.read_means(), old.read_centroids()
-        parts = SpanParts(old.tokens, old.keys, means, old.order, old.clusters, kv, centroids)
-        if old.header.sketch_bytes:  # of the keys as they were, as the means are
-            parts = dataclasses.replace(parts, sketch=old.read_sketch(), sketch_digest=old.sketch_digest)
+        sketch = old.read_sketch() if old.header.sketch_bytes else None
+        parts = SpanParts(
+            old.tokens, old.keys, means, old.order, old.clusters, kv, centroids, sketch, old.sketch_digest
+        )
         new = self._write_file(header, parts, durable=True)
         with self.lock:
             self.bytes_written += header.file_bytes

@@ -362,10 +362,9 @@ class TieredStore:
         kv_pages = torch.from_numpy(pages)
         geometry = self.geometry
         means = torch.stack([m.index_select(0, kv_pages).transpose(0, 1) for m in self.table.means])
+        num_clusters = max(1, len(pages) // self.pages_per_cluster)
         closed = durable and len(pages) == geometry.pages_per_stretch
-        assignment, centroids = self.index.clusters(
-            kv_pages, means, closed=closed, pages_per_cluster=self.pages_per_cluster
-        )
+        assignment, centroids = self.index.clusters(kv_pages, means, num_clusters, closed=closed)
         order = torch.argsort(assignment, dim=2, stable=True)
         packed = self._pack(pages, order)
         if packed is None:

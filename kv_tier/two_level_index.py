@@ -103,10 +103,10 @@ class TwoLevelIndex(MeansIndex):
         return found.assignment[layer], found.centroids[layer]
 
     def clusters(
-        self, pages: torch.Tensor, means: torch.Tensor, *, closed: bool, pages_per_cluster: int
+        self, pages: torch.Tensor, means: torch.Tensor, num_clusters: int, *, closed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not closed:
-            return super().clusters(pages, means, closed=closed, pages_per_cluster=pages_per_cluster)
+            return super().clusters(pages, means, num_clusters, closed=closed)
         parts = [self.stretch(layer, pages) for layer in range(self.geometry.num_layers)]
         return torch.stack([part[0] for part in parts]).long(), torch.stack([part[1] for part in parts])
 

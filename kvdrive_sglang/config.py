@@ -11,14 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kv_tier.meta.errors import ConfigError
-from kv_tier.modes import (
-    DEFAULT_EVICTION,
-    ColdEncoding,
-    EvictionName,
-    FetchMode,
-    IndexName,
-    RestoreMode,
-)
+from kv_tier.modes import DEFAULT_EVICTION, ColdEncoding, EvictionName, FetchMode, IndexName, RestoreMode
 
 CONFIG_ENV = "KVDRIVE_CONFIG"
 LINKER = {"linker": "KVDriveLinker", "linker_module_path": "kvdrive_sglang.linker"}
@@ -43,7 +36,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         micro_batch: decoding requests per micro-batch, whose selection, reads and attention overlap with the others'; 0 cuts
             batches that read much from SSD, into four at most; never changes an answer.
         pages_per_cluster: pages of a stretch for each of its centroids, which say what lies side by side in a span; never
-            changes an answer.
+            changes an answer (index=two_level has two pages for each in closed stretches).
         eviction: who leaves a window cache: "smoothed", "lookahead" (the paper's), "lru" or "lfu".
         window_profile: file of `kvdrive profile`; what uniform windows would take is shared among layers and KV heads.
         num_sink_tokens, local_window_tokens: always attended, inside the budget.
@@ -116,11 +109,6 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(
                 f"max_kl={self.max_kl} may double a budget, window_multiple={self.window_multiple} has no room for it: "
                 f"raise window_multiple to 2 or more"
-            )
-        if self.index == "sketch" and self.encryption_key_file is not None:
-            raise ConfigError(
-                "index=sketch keeps codes of keys in spans, which encryption_key_file does not seal: use index=means or "
-                "two_level, or drop encryption_key_file"
             )
         if self.ssd_low_watermark > self.ssd_high_watermark:
             raise ConfigError(

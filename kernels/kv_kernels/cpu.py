@@ -50,6 +50,7 @@ def sketch_block_score(
     Returns:
         [kv_head, num_pages] float32.
     """
+    assert 0 < num_pages <= blocks.shape[1] * BLOCK_PAGES, (num_pages, blocks.shape)
     weights = torch.bmm(query.float(), query_map).mul_(scale * LOG2_E)
     scores = torch.empty(blocks.shape[0], num_pages)
     compiled.sketch_score(weights.numpy(), blocks.flatten(3).numpy(), scores.numpy())

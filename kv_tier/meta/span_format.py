@@ -103,7 +103,7 @@ class SectionType(IntEnum):
 ENCRYPTED = 0x100
 """Set in the version of an encrypted span's KV section, beside its encoding."""
 
-SECRET_SECTIONS = (SectionType.TOKENS, SectionType.MEANS, SectionType.CENTROIDS)
+SECRET_SECTIONS = (SectionType.TOKENS, SectionType.MEANS, SectionType.CENTROIDS, SectionType.SKETCH)
 """What is sealed beside KV: the others tell no token and no key."""
 
 
@@ -454,7 +454,8 @@ def _num_clusters(header: SpanHeader, sections: Mapping[int, Section]) -> int:
 
 def _sketch_bytes(header: SpanHeader, sections: Mapping[int, Section]) -> int:
     section = sections.get(SectionType.SKETCH)
-    return max(0, section.length - DIGEST_BYTES) // header.num_extents if section else 0
+    codes = section.length - DIGEST_BYTES - header.tag_bytes if section else 0
+    return max(0, codes) // header.num_extents
 
 
 def _sections_problem(header: SpanHeader, sections: Mapping[int, Section]) -> str | None:

@@ -280,7 +280,7 @@ class SpanFile:
         if data[:DIGEST_BYTES].tobytes() != self.sketch_digest:
             raise CorruptExtentError(f"{self.path}: the sketch's digest changed since the file was opened")
         shape = (header.num_layers, header.num_kv_heads, header.num_pages, header.sketch_bytes)
-        return data[DIGEST_BYTES:].reshape(shape)
+        return self._plain_section(SectionType.SKETCH, data[DIGEST_BYTES:]).reshape(shape)
 
     def read_layer(
         self, layer: int, *, path: ReadPath = THROUGH_CACHE, buffer: ReadBuffer | None = None

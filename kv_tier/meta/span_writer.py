@@ -214,7 +214,9 @@ def _write_parts(
     for kind, pieces in arrays.items():
         data = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
         if cipher is not None and kind in SECRET_SECTIONS:
-            data = [np.frombuffer(cipher.seal(kind, 0, np.concatenate(data).data), np.uint8)]
+            plain = data[:1] if kind == SectionType.SKETCH else []  # constants of a model are no secret
+            secret = np.concatenate(data[len(plain) :])
+            data = [*plain, np.frombuffer(cipher.seal(kind, 0, secret.data), np.uint8)]
         sections[kind] = section = with_crc(sections[kind], data)
         front[section.offset : section.offset + section.length] = np.concatenate(data)
     front[:BLOCK_BYTES] = np.frombuffer(encode_header(header, sections), np.uint8)

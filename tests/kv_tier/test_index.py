@@ -14,6 +14,7 @@ from kv_kernels import ref
 from kv_tier.clusters import cluster_pages
 from kv_tier.geometry import Geometry
 from kv_tier.index import MEANS, IndexPlan, page_means
+from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.errors import ConfigError
 from kv_tier.modes import INDEXES, IndexName
 from kv_tier.page_table import PageTable
@@ -242,6 +243,45 @@ def test_means_and_clusters_serve_from_any_span(
     session = live.start(SCRIPT)
     live.prefill(session, 76)
     assert torch.equal(engine.generate(resumed, 30), live.generate(session, 30))
+
+
+def test_an_encrypted_span_hides_its_sketch(new_engine: EngineFactory, tmp_path: Path) -> None:
+    plan = plan_of("sketch")
+    settings: dict[str, Any] = {"index": plan, "keyring": Keyring(b"k" * 32)}
+    with SyntheticEngine(tmp_path / "stopped", append=SPARSE, **settings) as engine:
+        session = first_turn(engine)
+        engine.seal(session, open_stretch=True)
+        codes = engine.store.index.sketch_of(torch.tensor(session.pages[:PER_STRETCH]))
+        assert codes is not None
+        file = engine.span_paths()[0].read_bytes()
+        assert plan.sketch_digest in file and codes.tobytes() not in file
+    engine = new_engine(tmp_path / "stopped", append=SPARSE, **settings)
+    resumed = engine.resume(SCRIPT, NUM_PAGES)
+    assert resumed is not None
+    expected = never_stopped(new_engine(append=SPARSE, index=plan))
+    assert torch.equal(second_turn(engine, resumed), expected)
+
+
+def test_a_session_in_fewer_bits_keeps_its_index(
+    new_engine: EngineFactory, tmp_path: Path, plan: IndexPlan
+) -> None:
+    """The index stays that of the keys as they were, in the process that transcoded and in the next one."""
+    settings: dict[str, Any] = {"index": plan, "append": SPARSE, "cold_encoding": "int8"}
+    with SyntheticEngine(tmp_path / "stopped", **settings) as engine:
+        session = first_turn(engine)
+        engine.seal(session, open_stretch=True)
+        engine.carry_on(session)
+        assert engine.transcode(engine.keys(SCRIPT, NUM_PAGES)).num_spans == 3
+    live = new_engine(**settings)
+    session = first_turn(live)
+    live.seal(session, open_stretch=True)
+    again = live.carry_on(session)
+    live.transcode(live.keys(SCRIPT, NUM_PAGES))
+    expected = second_turn(live, again)
+    engine = new_engine(tmp_path / "stopped", **settings)
+    resumed = engine.resume(SCRIPT, NUM_PAGES)
+    assert resumed is not None
+    assert torch.equal(second_turn(engine, resumed), expected)
 
 
 def test_a_damaged_sketch_is_quarantined(new_engine: EngineFactory, tmp_path: Path) -> None:

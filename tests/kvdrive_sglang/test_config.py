@@ -102,12 +102,6 @@ def test_selection_digest_follows_what_selects() -> None:
     assert all(digest(**change) != base for change in changes)
 
 
-def test_sketches_are_not_sealed() -> None:
-    with pytest.raises(ConfigError, match=r"index=sketch.*encryption_key_file"):
-        parse_config({"data_dir": "d", "index": "sketch", "encryption_key_file": "k"})
-    parse_config({"data_dir": "d", "index": "two_level", "encryption_key_file": "k"})
-
-
 def test_every_index_can_be_asked_for() -> None:
     assert parse_config({"data_dir": "d"}).index == "means"
     assert [parse_config({"data_dir": "d", "index": name}).index for name in INDEXES] == list(INDEXES)
