@@ -136,13 +136,16 @@ class Scored:
     gaps: list[float]
 
 
-def ask(engine: Engine, tokens: Sequence[int], *, new: int = 20, ignore_eos: bool = True) -> Scored:
+def ask(
+    engine: Engine, tokens: Sequence[int], *, new: int = 20, ignore_eos: bool = True, **extra: Any
+) -> Scored:
     answer = engine.generate(
         tokens,
         sampling_params={"max_new_tokens": new, "temperature": 0, "ignore_eos": ignore_eos},
         return_logprob=True,
         top_logprobs_num=2,
         logprob_start_len=-1,
+        **extra,
     )
     tops = answer.meta["output_top_logprobs"]
     return Scored(answer.tokens, [best[0] - second[0] for best, second, *_ in tops])

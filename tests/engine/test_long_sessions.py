@@ -13,7 +13,7 @@ from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.span_file import SpanFile
 from kv_tier.meta.span_format import SectionType, plan_sections
 from kvdrive_sglang.bench.texts import ModelTokenizer, prompts
-from tests.engine.conftest import Answer, Engine
+from tests.engine.conftest import Answer, Engine, Scored, ask, assert_same
 from tests.engine.test_resume import retry
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.soak]
 NUM_SESSIONS = 5
 NUM_TOKENS = 7000
 TURN = 20
+NEW = 16
 SECTIONS = [
     "header",
     "TOKENS",
@@ -79,17 +80,17 @@ def test_long_sessions_survive_kills_and_damage(
         sealed, full = engine.sealed(logs[-1], salt=salt(number))
         assert sealed == full
         # without a session nothing of this turn is kept: it answers on what never left the engine
-        expected.append(engine.generate(logs[-1] + turns[number], salt=salt(number)).tokens)
+        expected.append(ask(engine, logs[-1] + turns[number], new=NEW, salt=salt(number)))
     fork = logs[FORK] + turns[NUM_SESSIONS]
     fork_expected = engine.generate(fork, salt=salt(FORK)).tokens
     for number, log in enumerate(logs):
-        recomputed.append(engine.generate(log + turns[number], salt=f"fresh-{number}").tokens)
+        recomputed.append(ask(engine, log + turns[number], new=NEW, salt=f"fresh-{number}"))
 
     engine.kill()
     engine.start()
     for number, log in enumerate(logs):
         resumed = engine.generate(log + turns[number], salt=salt(number))
-        assert resumed.tokens == expected[number]
+        assert resumed.tokens == expected[number].tokens
         assert resumed.figures["tokens_ssd"] == (len(log) - 1) // 8 * 8
     assert engine.generate(fork, salt=salt(FORK)).tokens == fork_expected
     assert engine.generate(logs[0] + turns[0], new=1, salt="another").meta["cached_tokens"] == 0
@@ -103,7 +104,7 @@ def test_long_sessions_survive_kills_and_damage(
     after_loss = expected if budget == "all" else recomputed
     for number, log in enumerate(logs):
         answer = engine.generate(log + turns[number], session=f"session-{number}", salt=salt(number))
-        assert answer.tokens == after_loss[number], SECTIONS[number]
+        assert answer.tokens == after_loss[number].tokens, SECTIONS[number]
         assert (
             answer.figures["tokens_computed"] > NUM_TOKENS // 2
         )  # the first page is gone: all is recomputed
@@ -115,14 +116,16 @@ def test_long_sessions_survive_kills_and_damage(
         flip(path, offset_of(path, section))
         before = engine.counters()
 
-        def ask(number: int) -> Answer:
+        def go_on(number: int) -> Answer:
             tokens = logs[number] + turns[number]
             return retry(engine, tokens, salt=salt(number), session=f"session-{number}")
 
         with ThreadPoolExecutor(3) as pool:
-            victim, *mates = pool.map(ask, range(3))
-        assert victim.tokens == after_loss[0], section
-        assert [mate.tokens for mate in mates] == after_loss[1:3], section
+            answers = list(
+                pool.map(go_on, range(3))
+            )  # in a batch products round apart: ties may end otherwise
+        for alone, answer in zip(after_loss, answers, strict=False):
+            assert_same(alone, Scored(answer.tokens, []))
         after = engine.counters()
         assert (
             after["pages_lost"] + after["pages_quarantined"]
