@@ -4,6 +4,7 @@
 #   make test    every test that needs no GPU
 #   make check   formatting, lint, types, layers, proto
 #   make soak    kill a writer 200 times, reopen, check (minutes); SOAK="--rounds N --seed N"
+#   make soak-engine   the tests of real engines that take minutes each: long sessions, damage, other indexes, int8
 #   make bench   every benchmark: tables, JSON and report.html in bench-results/
 #   make bench-gpu   every kernel checked and timed on this machine's GPU (torch and Triton only)
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
@@ -21,7 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 # The packaged model, fetched once for demo, tests and benchmarks.
 export KVDRIVE_CACHE ?= $(CURDIR)/.cache
 
-.PHONY: demo test soak check proto bench bench-gpu lock clean distclean venv
+.PHONY: demo test soak soak-engine check proto bench bench-gpu lock clean distclean venv
 .DEFAULT_GOAL := venv
 
 venv: $(READY)
@@ -37,6 +38,9 @@ SOAK ?= --rounds 200
 
 soak: $(READY)
 	$(BIN)/python -m tests.faults.kill_rounds $(SOAK)
+
+soak-engine: $(READY)
+	$(BIN)/pytest -m soak tests/engine
 
 check: $(READY)
 	$(BIN)/ruff check .

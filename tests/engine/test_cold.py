@@ -10,7 +10,7 @@ import pytest
 from kv_tier.meta.page_keys import page_keys
 from tests.engine.conftest import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.crash]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.crash]
 
 
 def test_a_transcoded_session_goes_on_alike_live_and_after_a_kill(

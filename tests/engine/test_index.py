@@ -9,14 +9,14 @@ import pytest
 from kv_tier.meta.span_file import SpanFile
 from tests.engine.conftest import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
 PROMPT, TURN, NEW = 2100, 24, 24  # two closed stretches
 # of a closed stretch's span: bytes of a page's sketch, clusters
 INDEXED = {"sketch": (128, 16), "two_level": (0, 64)}
 
 
-@pytest.mark.parametrize("index", ["sketch", pytest.param("two_level", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("index", ["sketch", "two_level"])
 def test_a_resumed_session_selects_as_one_that_never_stopped(
     new_engine: Callable[..., Engine], real_tokens: list[int], index: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Sessions of 7,000 tokens that lose their engine, and damaged files under them: minutes each, run by `pytest -m soak`."""
+"""Sessions of 7,000 tokens that lose their engine, and damaged files under them: minutes each, run by `make soak-engine`."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def test_memory_stays_within_its_limits(new_engine: Callable[..., Engine], real_
         assert_same(ask(engine, prompt, new=48), answer)
 
 
+@pytest.mark.soak
 def test_requests_wait_for_device_memory(new_engine: Callable[..., Engine], real_tokens: list[int]) -> None:
     engine = new_engine(
         budget_tokens=256, device_bytes=50 * MIB, flags={"context_length": 1200, "chunked_prefill_size": 512}
