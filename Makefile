@@ -83,6 +83,7 @@ clean:
 distclean: clean
 	rm -rf $(VENV) .model .cache
 
+# Bytecode is compiled here, once: an engine starts three processes that each import thousands of modules.
 # uv comes by pip: from the new environment where Debian's python3-venv is there, else from python3-pip.
 $(READY): requirements/dev.txt requirements/uv.txt pyproject.toml
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -93,6 +94,6 @@ $(READY): requirements/dev.txt requirements/uv.txt pyproject.toml
 		build/uv/bin/uv venv --quiet --clear --seed --python "$(PYTHON)" $(VENV); \
 	else echo "$(PYTHON) can make no environment: install Debian's python3-venv (or python3-pip)" >&2; exit 1; fi
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes -r requirements/dev.txt
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation -e .
 	@touch $@
