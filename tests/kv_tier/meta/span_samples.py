@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
+from kv_tier.meta.data_dir import DataDir
+from kv_tier.meta.fsck import check_spans
 from kv_tier.meta.page_keys import page_keys
 from kv_tier.meta.read_engine import THROUGH_CACHE, ReadPath
 from kv_tier.meta.span_file import SpanFile
@@ -135,3 +139,16 @@ def read_pages(
     lost = sorted({int(o) for gone in pages.lost for o in gone.ordinals})
     shape = (count, 2, header.page_size, header.head_dim)
     return data.view(header.bits_dtype).reshape(shape), lost
+
+
+def assert_damage_shows(data_dir: DataDir, path: Path, data: st.DataObject) -> None:
+    """Flip a bit of a sound span file, then cut it short; fsck sees both."""
+    good = path.read_bytes()
+    assert check_spans(data_dir).findings == []
+    bit = data.draw(st.integers(0, 8 * len(good) - 1), label="bit")
+    bad = bytearray(good)
+    bad[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bad)
+    assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
+    path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1), label="length")])
+    assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
-from kv_tier.meta.fsck import check_spans
 from kv_tier.meta.span_file import SpanFile, write_span
 from kv_tier.meta.span_format import (
     BLOCK_BYTES,
@@ -20,7 +19,7 @@ from kv_tier.meta.span_format import (
     SECTION_TABLE_OFFSET,
     SpanHeader,
 )
-from tests.kv_tier.meta.span_samples import golden_span, sample_parts
+from tests.kv_tier.meta.span_samples import assert_damage_shows, golden_span, sample_parts
 from tests.kv_tier.meta.test_meta_span_file import headers
 
 
@@ -41,16 +40,7 @@ def damaged(path: Path) -> bool:
 def test_any_flipped_bit_and_any_truncation(header: SpanHeader, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root, DataDir.open(Path(root) / "data", role="engine") as data_dir:
         write_span(data_dir, header.sequence, header, sample_parts(header)).close()
-        path = data_dir.span_path(header.sequence)
-        good = path.read_bytes()
-        assert check_spans(data_dir).findings == []
-        bit = data.draw(st.integers(0, 8 * len(good) - 1), label="bit")
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bad)
-        assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
-        path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1), label="length")])
-        assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
+        assert_damage_shows(data_dir, data_dir.span_path(header.sequence), data)
 
 
 def test_every_bit_that_means_something_and_the_lengths_about_it(tmp_path: Path) -> None:

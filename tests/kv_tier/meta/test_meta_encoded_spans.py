@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CorruptExtentError, FingerprintMismatch
-from kv_tier.meta.fsck import check_spans
 from kv_tier.meta.kv_codec import KvEncoding, decode_pages, encode_pages
 from kv_tier.meta.read_engine import THROUGH_CACHE
 from kv_tier.meta.span_file import SpanFile, SpanParts, supersedes, write_span
@@ -32,6 +31,7 @@ from kv_tier.meta.span_format import (
 from kv_tier.span_batch import PageBatch, Wants
 from tests.kv_tier.meta.span_samples import (
     approximate,
+    assert_damage_shows,
     by_ordinal,
     finite_kv,
     golden_span,
@@ -95,16 +95,7 @@ def test_any_flipped_bit_and_any_truncation(
     header, parts, _ = encoded(header, encoding)
     with tempfile.TemporaryDirectory() as root, DataDir.open(Path(root) / "data", role="engine") as data_dir:
         write_span(data_dir, header.sequence, header, parts).close()
-        path = data_dir.span_path(header.sequence)
-        good = path.read_bytes()
-        assert check_spans(data_dir).findings == []
-        bit = data.draw(st.integers(0, 8 * len(good) - 1), label="bit")
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bad)
-        assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
-        path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1), label="length")])
-        assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
+        assert_damage_shows(data_dir, data_dir.span_path(header.sequence), data)
 
 
 def test_raw_and_encoded_spans_in_one_batch(data_dir: DataDir) -> None:

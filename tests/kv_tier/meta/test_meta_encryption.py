@@ -22,7 +22,13 @@ from kv_tier.meta.fsck import check_spans, repair_spans
 from kv_tier.meta.kv_codec import KvEncoding
 from kv_tier.meta.span_file import SpanFile, SpanParts, scan_spans, write_span, write_unlinked_span
 from kv_tier.meta.span_format import SectionType, SpanHeader, plan_sections
-from tests.kv_tier.meta.span_samples import by_ordinal, read_pages, sample_header, sample_parts
+from tests.kv_tier.meta.span_samples import (
+    assert_damage_shows,
+    by_ordinal,
+    read_pages,
+    sample_header,
+    sample_parts,
+)
 from tests.kv_tier.meta.test_meta_encoded_spans import encoded
 from tests.kv_tier.meta.test_meta_span_file import headers
 
@@ -209,16 +215,7 @@ def test_nothing_that_tells_of_the_text_is_in_the_file(data_dir: DataDir) -> Non
 def test_any_flipped_bit_and_any_truncation(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root, DataDir.open(Path(root) / "data", role="engine") as data_dir:
         sealed_file(data_dir)
-        path = data_dir.span_path(1)
-        good = path.read_bytes()
-        assert check_spans(data_dir).findings == []
-        bit = data.draw(st.integers(0, 8 * len(good) - 1), label="bit")
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bad)
-        assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
-        path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1), label="length")])
-        assert [finding.kind for finding in check_spans(data_dir).findings] == ["span-damaged"]
+        assert_damage_shows(data_dir, data_dir.span_path(1), data)
 
 
 def test_what_has_a_right_checksum_and_a_wrong_tag_is_lost(
