@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ import httpx
 from kv_tier.meta.errors import KVDriveError
 
 TAIL_LINES = 15
+FIRST_PORT = 20000
+LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class EngineFailed(KVDriveError):
@@ -26,10 +29,21 @@ class EngineFailed(KVDriveError):
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of the loopback interface that is free now and stays so while an engine loads.
+
+    An engine listens half a minute after its start, and opens dozens of ports of the kernel's choice in the
+    meantime: the port is therefore one below the range that the kernel chooses from (ip(7),
+    ``ip_local_port_range``).
+
+    Raises:
+        EngineFailed: none of the ports tried is free.
+    """
+    first_of_kernel = int(LOCAL_PORT_RANGE.read_text().split()[0]) if LOCAL_PORT_RANGE.exists() else 32768
+    for port in random.SystemRandom().sample(range(FIRST_PORT, max(first_of_kernel, FIRST_PORT + 1000)), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EngineFailed(f"no port of 100 tried from {FIRST_PORT} up is free: give one with --port")
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:

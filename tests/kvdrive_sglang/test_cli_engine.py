@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kv_tier.meta.data_dir import DataDir
 from kvdrive_sglang.cli.main import build_app
-from kvdrive_sglang.engine_process import free_port
+from kvdrive_sglang.engine_process import FIRST_PORT, LOCAL_PORT_RANGE, free_port
 
 Executed = list[tuple[str, list[str], dict[str, str]]]
 
@@ -230,3 +230,8 @@ def test_without_sglang_the_extra_is_named(
     monkeypatch.setattr("kvdrive_sglang.cli.engine_command.find_spec", lambda name: None)
     ended = kvdrive("--model-path", model, "--data-dir", tmp_path / "data")
     assert ended.exit_code == 1 and "kvdrive-sglang[engine]" in ended.stderr
+
+
+def test_free_ports_are_none_that_the_kernel_hands_out() -> None:
+    first_of_kernel = int(LOCAL_PORT_RANGE.read_text().split()[0])
+    assert all(FIRST_PORT <= free_port() < first_of_kernel for _ in range(20))
