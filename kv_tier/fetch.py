@@ -1,15 +1,15 @@
 """Fetch: bring the pages that a layer attends into the window caches, and guess which come next.
 
     selected pages ──> window cache ──miss──> frame | staging row (DRAM) ──miss──> span (SSD)
-                                                        ^                            │
-                                                        └── kept, prefetched, warm ──┘
+                         │                              ^                            │
+                         └──────── what leaves ─────────┴───── prefetched, warm ─────┘
 
 Four modes (paper 7.3); all give the same bits, they differ in what is read and when:
 
     layerwise      a step reads every page of the layer that has no frame (FlexGen)
     blockwise      selected pages that are missing, on demand
-    hierarchical   pages read stay in staging rows while there is room; near-critical pages (ranks K to M) are
-                   prefetched into them while the layer attends and the next one projects
+    hierarchical   pages that leave a window cache stay in staging rows while there is room; near-critical pages (ranks K
+                   to M) are prefetched into them while the layer attends and the next one projects, as long as that pays
     balanced       and the (layer, KV head) pairs that stall most keep a share of the rows to themselves
 """
 
@@ -40,20 +40,58 @@ if TYPE_CHECKING:
 NEAR_SHARE = 8  # ranks up to K + K / 8 are near-critical
 ROUND_BYTES = 4 << 20  # of pages per batch, so that buffers stay small
 RESIDENT_SHARE = 0.5  # of the staging rows go to quotas in balanced mode
-MOST_LENT = 64  # frames that staging borrows per step
+MOST_LENT = 64  # frames in use that staging borrows per step
 PROFILE_FETCHES = 512  # fetches between two looks at the stalls
+TRIAL_FETCHES, REST_FETCHES = (
+    64,
+    448,
+)  # prefetching is tried for so many, and rests for so many if it does not pay
 LOST = "LOST_PAGE: a page of this sequence could not be read or failed its checksum; a retry recomputes it"
 
 
 @dataclass(frozen=True)
 class _Prefetch:
-    """Pages on their way into staging rows: [n] pair, logical page, and the life it had when it was asked for."""
+    """Pages on their way into staging rows: [n] pair, logical page, and the life it had when it was asked for; ``guess``: they
+    are near-critical ones."""
 
     batch: PageBatch
     spans: list[SpanFile]
     pairs: Ints
     pages: Ints
     lives: Ints
+    guess: bool
+
+
+class PrefetchTrial:
+    """Decide whether guesses pay: they rest after a trial in which they took more time than they saved, and are tried again.
+
+    A guess saves what a page read on demand takes, recent ones weighing most, once it is asked for. It takes time of the
+    scheduler's thread. Where the disk is slow they pay, where the processor is they do not.
+    """
+
+    def __init__(self) -> None:
+        self.resting = False
+        self.spent_ns = 0.0
+        self.saved_ns = 0.0
+        self.page_ns = 0.0
+        self._left = TRIAL_FETCHES
+
+    def demanded(self, num_pages: int, took_ns: int) -> None:
+        """Learn what reading on demand takes."""
+        self.page_ns += (took_ns / num_pages - self.page_ns) / 8
+
+    def used(self, num_pages: int) -> None:
+        """Count guesses that somebody asked for."""
+        self.saved_ns += num_pages * self.page_ns
+
+    def next_fetch(self) -> bool:
+        """Count a fetch; whether to guess after it."""
+        self._left -= 1
+        if self._left <= 0:
+            self.resting = not self.resting and self.spent_ns > self.saved_ns
+            self._left = REST_FETCHES if self.resting else TRIAL_FETCHES
+            self.spent_ns = self.saved_ns = 0.0
+        return not self.resting
 
 
 @dataclass
@@ -64,11 +102,13 @@ class Fetch:
         states: the requests.
         absent: the pages asked for, [page].
         sources: [page] int64 row of the frame arena, negative where only SSD has it.
+        staged: [n] int64 rows among them that are staging's.
         away: [n] int64 places in ``absent`` of the pages that SSD alone has.
         inverse: [n] int64 number of each among the distinct ones.
         heads, pages: [distinct] int64 KV head and logical page.
         batches: the reads.
         started_ns, done_ns: when reading began, and when it was first seen to be over (0: not yet).
+        start_took_ns: how long it took to ask for the reads.
         waited_ns: from when to when somebody waited for it.
     """
 
@@ -76,12 +116,14 @@ class Fetch:
     states: Sequence[RequestState]
     absent: Absent
     sources: Ints
+    staged: Ints
     away: Ints
     inverse: Ints
     heads: Ints
     pages: Ints
     batches: list[PageBatch]
     started_ns: int
+    start_took_ns: int = field(default=0, init=False)
     done_ns: int = field(default=0, init=False)
     waited_ns: tuple[int, int] = field(default=(0, 0), init=False)
 
@@ -99,11 +141,14 @@ class Fetcher:
         self.stalls = np.zeros(store.staging.num_pairs, np.int64)
         self.waited_ns = 0  # for reads on demand
         self.expected_reads = 0.0  # pages that a layer reads on demand, recent layers weighing most
+        self.trial = PrefetchTrial()
         self._heads = np.arange(store.geometry.num_kv_heads)[:, None]
         self._num_fetches = 0
         self._rows_short = 0
         self._under_way: dict[int, list[_Prefetch]] = {}  # by layer
+        self._num_under_way = 0  # pages
         self._num_started = 0  # fetches whose pages in DRAM were not copied yet
+        self._promoted: list[Ints] = []  # rows of staging that they copy
         self._read_in = -1, -1  # step and layer that the next line speaks of
         self._read_keys: list[Ints] = []  # what its fetches read so far: KV head * logical pages + page
 
@@ -131,7 +176,7 @@ class Fetcher:
             pages = states[0].pages.numpy()[absent.ordinal]
         else:
             pages = np.stack([state.pages.numpy() for state in states])[absent.request, absent.ordinal]
-        sources = self._sources(layer, absent.head, pages)
+        sources, staged = self._sources(layer, absent.head, pages)
         away = np.flatnonzero(sources < 0)
         keys = absent.head[away] * store.limits.num_pages + pages[away]
         first = inverse = np.arange(len(away))
@@ -143,16 +188,48 @@ class Fetcher:
         batches: list[PageBatch] = []
         if len(away) or self.mode == "layerwise":
             batches = self._start(layer, heads, missing, states)
-        return Fetch(layer, states, absent, sources, away, inverse, heads, missing, batches, started_ns)
+        fetch = Fetch(
+            layer, states, absent, sources, staged, away, inverse, heads, missing, batches, started_ns
+        )
+        fetch.start_took_ns = time.perf_counter_ns() - started_ns
+        return fetch
 
-    def finish(self, fetch: Fetch, k_out: torch.Tensor, v_out: torch.Tensor, at: Ints) -> None:
+    def finish(
+        self, fetch: Fetch, k_out: torch.Tensor, v_out: torch.Tensor, at: Ints, gone: Ints | None = None
+    ) -> None:
         """Put what was fetched into rows ``at`` ([page]) of ``k_out`` and ``v_out`` ([row, page_size * head_dim]).
 
         A page that cannot be had is zeros, and the requests that lack it are failed.
+
+        Args:
+            gone: [page] ordinals of the pages whose bytes those rows still hold, ABSENT for none: staging keeps them.
         """
+        if self.stages and gone is not None:
+            self._keep(fetch, k_out, v_out, at, gone)
         self._copy(fetch, k_out, v_out, at)
+        begin_ns = time.perf_counter_ns()
         self._wait(fetch)
         self._place(fetch, k_out, v_out, at)
+        if len(fetch.pages):
+            took_ns = fetch.start_took_ns + time.perf_counter_ns() - begin_ns
+            self.trial.demanded(len(fetch.pages), took_ns)
+
+    def _keep(self, fetch: Fetch, k: torch.Tensor, v: torch.Tensor, at: Ints, gone: Ints) -> None:
+        """Stage the pages that leave rows ``at`` of a window cache and would have to come from SSD again."""
+        table, states, absent = self.store.table, fetch.states, fetch.absent
+        left = np.flatnonzero(gone != ABSENT)
+        ordinals = gone[left]
+        if len(states) == 1:
+            pages = states[0].pages.numpy()[ordinals]
+        else:
+            pages = np.stack([state.pages.numpy() for state in states])[absent.request[left], ordinals]
+        on_ssd = (table.frames[pages] == NOWHERE) & (table.span_of[pages] != NOWHERE) & ~table.lost[pages]
+        left, pages = left[on_ssd], pages[on_ssd]
+        pairs = self._pairs(fetch.layer, absent.head[left])
+        if len(states) > 1:  # requests with a common prefix let the same pages go
+            _, first = np.unique(pairs * self.store.limits.num_pages + pages, return_index=True)
+            left, pages, pairs = left[first], pages[first], pairs[first]
+        self._stage(pairs, pages, k, v, at[left])
 
     def look(self, fetch: Fetch) -> None:
         """Note the time if every read is over; does not block."""
@@ -170,8 +247,11 @@ class Fetcher:
             k_out.index_copy_(0, into, frames.k_all.index_select(0, source))
             v_out.index_copy_(0, into, frames.v_all.index_select(0, source))
         self._num_started -= 1
+        self._promoted.append(fetch.staged)
         if not self._num_started:
             self.store.staging.release()
+            self.store.staging.demote(np.concatenate(self._promoted))
+            self._promoted.clear()
 
     def _wait(self, fetch: Fetch) -> None:
         begin = time.perf_counter_ns()
@@ -201,11 +281,6 @@ class Fetcher:
             source = torch.from_numpy(place[inverse[brought]])
             k_out.index_copy_(0, into, halves[:, 0].index_select(0, source))
             v_out.index_copy_(0, into, halves[:, 1].index_select(0, source))
-            if self.stages:
-                kept = np.flatnonzero(~lost[done.rows])
-                rows = done.rows[kept]
-                pairs = self._pairs(fetch.layer, fetch.heads[rows])
-                self._stage(pairs, fetch.pages[rows], halves[:, 0], halves[:, 1], kept)
         if not len(away):
             return
         self._count_stalls(fetch)
@@ -237,8 +312,8 @@ class Fetcher:
         if self.stages:
             self._balance()
 
-    def _sources(self, layer: int, heads: Ints, pages: Ints) -> Ints:
-        """Return the row of the frame arena that holds each page, negative for none."""
+    def _sources(self, layer: int, heads: Ints, pages: Ints) -> tuple[Ints, Ints]:
+        """Return the row of the frame arena that holds each page, negative for none, and which of them are staging's."""
         store = self.store
         frames = store.table.frames[pages]
         pairs = self._pairs(layer, heads)
@@ -251,7 +326,9 @@ class Fetcher:
                 self._collect(layer, block=True)
                 found = store.staging.find(pairs[away], pages[away])
             rows[away] = found
-        return rows
+            away = found[found >= 0]
+            self.trial.used(store.staging.took_guesses(away))
+        return rows, away
 
     def _pairs(self, layer: int, heads: Ints) -> Ints:
         pairs: Ints = layer * self.store.geometry.num_kv_heads + heads
@@ -306,13 +383,17 @@ class Fetcher:
         signed = torch.from_numpy(pages.data.view(np.int16 if geometry.dtype.itemsize == 2 else np.int32))
         return signed.view(geometry.dtype).view(len(pages.rows), 2, geometry.page_elements)
 
-    def _stage(self, pairs: Ints, pages: Ints, k: torch.Tensor, v: torch.Tensor, at: Ints) -> None:
+    def _stage(
+        self, pairs: Ints, pages: Ints, k: torch.Tensor, v: torch.Tensor, at: Ints, *, guessed: bool = False
+    ) -> None:
         """Keep copies of pages (rows ``at`` of ``k`` and ``v``) as far as there is room; what is kept already stays."""
         store, staging = self.store, self.store.staging
-        new = np.flatnonzero(staging.row_of[pairs, pages] < 0)
+        known = staging.row_of[pairs, pages]
+        staging.touch(known[known >= 0])
+        new = np.flatnonzero(known < 0)
         pairs, pages, at = pairs[new], pages[new], at[new]
         self._rows_short += max(0, len(pairs) - staging.num_free)
-        rows = staging.insert(pairs, pages)
+        rows = staging.insert(pairs, pages, guessed=guessed)
         into, source = torch.from_numpy(rows), torch.from_numpy(at[: len(rows)])
         store.frames.k_all.index_copy_(0, into, k.index_select(0, source))
         store.frames.v_all.index_copy_(0, into, v.index_select(0, source))
@@ -320,7 +401,8 @@ class Fetcher:
     def grow_staging(self) -> None:
         """Borrow frames for the rows that were short since the last call; between steps alone, when no plan of a step
         counts on a frame."""
-        count = min(-(-self._rows_short // self.store.staging.num_pairs), MOST_LENT)
+        most = max(MOST_LENT, self.store.frames.num_free)
+        count = min(-(-self._rows_short // self.store.staging.num_pairs), most)
         self._rows_short = 0
         while count and self.store.lend_frame():
             count -= 1
@@ -343,8 +425,9 @@ class Fetcher:
         Args:
             selected: [request, kv_head, K]; scores: [request, kv_head, page].
         """
-        if not self.stages:
+        if not self.stages or not self.trial.next_fetch():
             return
+        begin_ns = time.perf_counter_ns()
         critical = selected.shape[2]
         last = critical + critical // NEAR_SHARE
         slot_of = self.windows.slot_of[layer]
@@ -353,15 +436,18 @@ class Fetcher:
             ranks = dispatch.topk_pages(row, min(last, state.num_pages)).numpy()
             heads, places = (slot_of[state.window.row][self._heads, ranks] == ABSENT).nonzero()
             if len(heads):
-                self.prefetch(layer, heads, state.pages.numpy()[ranks[heads, places]])
+                self.prefetch(layer, heads, state.pages.numpy()[ranks[heads, places]], guess=True)
+        self.trial.spent_ns += time.perf_counter_ns() - begin_ns
 
-    def prefetch(self, layer: int, heads: Ints, pages: Ints) -> None:
+    def prefetch(self, layer: int, heads: Ints, pages: Ints, *, guess: bool = False) -> None:
         """Begin to read pages ([n] KV head, logical page) into staging rows; what DRAM or a prefetch has is left out."""
         store = self.store
         pairs = self._pairs(layer, heads)
         wanted = (store.table.frames[pages] == NOWHERE) & (store.table.span_of[pages] != NOWHERE)
         wanted &= (store.staging.row_of[pairs, pages] == ABSENT) & ~store.table.lost[pages]
         heads, pages, pairs = heads[wanted], pages[wanted], pairs[wanted]
+        self._num_under_way += len(heads)
+        self._rows_short = max(self._rows_short, self._num_under_way - store.staging.num_free)
         step = max(1, ROUND_BYTES // store.geometry.page_head_bytes)
         for some in (slice(i, i + step) for i in range(0, len(heads), step)):
             wants = self._wants(heads[some], pages[some], np.arange(len(heads[some])))
@@ -373,7 +459,7 @@ class Fetcher:
             batch = self._batch(layer, wants)
             lives = store.table.life[pages[some]].copy()
             self._under_way.setdefault(layer, []).append(
-                _Prefetch(batch, spans, pairs[some], pages[some], lives)
+                _Prefetch(batch, spans, pairs[some], pages[some], lives, guess)
             )
 
     def _collect(self, layer: int, *, block: bool) -> None:
@@ -381,13 +467,17 @@ class Fetcher:
         waiting = self._under_way.pop(layer, [])
         for prefetch in waiting:
             if block or prefetch.batch.is_done:
+                begin_ns = time.perf_counter_ns()
                 self._arrive(prefetch)
+                if prefetch.guess:
+                    self.trial.spent_ns += time.perf_counter_ns() - begin_ns
             else:
                 self._under_way.setdefault(layer, []).append(prefetch)
 
     def _arrive(self, prefetch: _Prefetch) -> None:
         store, staging = self.store, self.store.staging
         done = prefetch.batch.finish()
+        self._num_under_way -= len(prefetch.pages)
         store.counters.bytes_read += done.bytes_read
         store.counters.reads += done.num_reads
         store.counters.bytes_prefetched += done.bytes_read
@@ -401,7 +491,8 @@ class Fetcher:
             current[gone.rows] = False
         kept = current[done.rows]
         rows, halves = done.rows[kept], self._halves(done)
-        self._stage(pairs[rows], pages[rows], halves[:, 0], halves[:, 1], np.flatnonzero(kept))
+        guess = prefetch.guess
+        self._stage(pairs[rows], pages[rows], halves[:, 0], halves[:, 1], np.flatnonzero(kept), guessed=guess)
 
     def settle(self) -> None:
         """Wait for everything under way."""
@@ -430,9 +521,11 @@ class Fetcher:
         source = torch.from_numpy(rows[here])
         self.windows.k[layer].index_copy_(0, into, store.frames.k_all.index_select(0, source))
         self.windows.v[layer].index_copy_(0, into, store.frames.v_all.index_select(0, source))
+        store.staging.demote(staged[here & (frames == NOWHERE)])
         if from_ssd:
-            heads = np.repeat(np.arange(len(ranks)), ranks.shape[1])
-            self.prefetch(layer, heads, state.pages.numpy()[ranks.reshape(-1)])
+            best = ranks[:, : len(store.staging.frames) + store.frames.num_free]  # as many as each pair has room for
+            heads = np.repeat(np.arange(len(best)), best.shape[1])
+            self.prefetch(layer, heads, state.pages.numpy()[best.reshape(-1)])
 
     def close(self) -> None:
         """Wait for what is under way and free the engine."""

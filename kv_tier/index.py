@@ -86,7 +86,10 @@ class MeansPlan:
         return 0
 
     def device_bytes(self, geometry: Geometry, max_pages: int) -> int:
-        return 4 * geometry.num_layers * geometry.num_kv_heads * max_pages * geometry.head_dim
+        size = dispatch.MEAN_BLOCK_PAGES
+        itemsize = 2 if geometry.dtype == torch.bfloat16 else 4
+        rows = geometry.num_layers * geometry.num_kv_heads * -(-max_pages // size) * size
+        return itemsize * rows * geometry.head_dim
 
     def build(self, geometry: Geometry, table: PageTable) -> MeansIndex:
         return MeansIndex(self, geometry, table)
@@ -218,26 +221,24 @@ class DeviceIndex(ABC):
 
 
 class DeviceMeans(DeviceIndex):
-    """Rank by page means.
-
-    ``means``: [layer, kv_head, max_pages, head_dim] float32 (the stored bits of the KV dtype, widened).
-    """
+    """Rank by page means: ``blocks`` holds, for every layer, those of ``dispatch.mean_blocks``."""
 
     def __init__(self, index: MeansIndex, max_pages: int) -> None:
         geometry = index.geometry
         super().__init__(geometry.num_layers)
         self.table = index.table
-        self.means = torch.zeros(geometry.num_layers, geometry.num_kv_heads, max_pages, geometry.head_dim)
+        shape = (geometry.num_kv_heads, max_pages, geometry.head_dim)
+        self.blocks = [dispatch.mean_blocks(*shape, geometry.dtype) for _ in range(geometry.num_layers)]
 
     @property
     def num_bytes(self) -> int:
-        return self.means.nbytes
+        return sum(blocks.nbytes for blocks in self.blocks)
 
     def _fill(self, layer: int, first: int, num_pages: int, pages: torch.Tensor) -> None:
         rows = self.table.means[layer].index_select(0, pages[first:num_pages])
-        self.means[layer, :, first:num_pages] = rows.transpose(0, 1)
+        dispatch.mean_put(self.blocks[layer], first, rows)
 
     def _score(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, scope: Scope, scale: float
     ) -> torch.Tensor:
-        return dispatch.page_score(query, self.means[layer, :, : scope.num_indexed], scale)
+        return dispatch.mean_block_score(query, self.blocks[layer], scale, scope.num_indexed)

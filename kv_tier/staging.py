@@ -14,6 +14,7 @@ from kv_tier.meta.read_engine import Ints
 ABSENT = -1
 IN_FLIGHT = -2
 NEVER = np.iinfo(np.int64).max
+DEMOTED = 0
 EVICT_SHARE = 32  # at least one row in so many leaves when room is needed
 
 
@@ -21,9 +22,9 @@ class Staging:
     """Keep the directory of staged pages and decide which leave.
 
     ``row_of``: [pair, logical page] int32, the row that holds the page, ABSENT, or IN_FLIGHT while it is read.
-    The least recently used row leaves first; a pair that holds no more than its ``quota`` ([pair] rows, zeros at
-    first) is passed over, so that pairs that stall most keep their pages (paper 7.3 d). Rows used since ``hold`` stay
-    until ``release``.
+    Demoted rows leave first, then the least recently used ones; a pair that holds no more than its ``quota`` ([pair] rows,
+    zeros at first) is passed over, so that pairs that stall most keep their pages (paper 7.3 d). Rows used since ``hold``
+    stay until ``release``.
     """
 
     def __init__(self, geometry: Geometry, num_pages: int, num_frames: int) -> None:
@@ -36,6 +37,7 @@ class Staging:
         self.held = np.zeros(self.num_pairs, np.int64)
         self._owner = np.full(self.num_pairs * num_frames, ABSENT, np.int32)  # pair * num_pages + page
         self._stamp = np.zeros(self.num_pairs * num_frames, np.int32)
+        self._guessed = np.zeros(self.num_pairs * num_frames, bool)
         self._clock = 0
         self._held_since = NEVER
         self._free = np.zeros(0, np.int64)
@@ -43,7 +45,7 @@ class Staging:
     @staticmethod
     def bytes_for(geometry: Geometry, num_pages: int, num_frames: int) -> int:
         """Return the bytes of such a directory, rows apart."""
-        return geometry.num_layers * geometry.num_kv_heads * (4 * num_pages + 8 * num_frames)
+        return geometry.num_layers * geometry.num_kv_heads * (4 * num_pages + 9 * num_frames)
 
     @property
     def num_rows(self) -> int:
@@ -77,6 +79,15 @@ class Staging:
         """End what ``hold`` began."""
         self._held_since = NEVER
 
+    def touch(self, rows: np.ndarray) -> None:
+        """Note that rows are used now."""
+        self._clock += 1
+        self._stamp[rows] = self._clock
+
+    def demote(self, rows: Ints) -> None:
+        """Let rows leave before all others: their pages are in a window cache now."""
+        self._stamp[rows] = DEMOTED
+
     def find(self, pairs: Ints, pages: Ints) -> Ints:
         """Return the rows of pages ([n] each), ABSENT or IN_FLIGHT where there is none; what is found was used now."""
         rows = self.row_of[pairs, pages].astype(np.int64)
@@ -84,7 +95,13 @@ class Staging:
         self._stamp[rows[rows >= 0]] = self._clock
         return rows
 
-    def insert(self, pairs: Ints, pages: Ints) -> Ints:
+    def took_guesses(self, rows: Ints) -> int:
+        """Return how many of these rows were filled by a guess that nobody had asked for until now."""
+        count = int(self._guessed[rows].sum())
+        self._guessed[rows] = False
+        return count
+
+    def insert(self, pairs: Ints, pages: Ints, *, guessed: bool = False) -> Ints:
         """Give rows to the first of these absent pages, as many as there is room for ([m] rows, m <= n)."""
         if len(pairs) > self.num_free:
             self._evict(len(pairs) - self.num_free)
@@ -95,13 +112,17 @@ class Staging:
         self.row_of[pairs, pages] = rows
         self._clock += 1
         self._stamp[rows] = self._clock
+        self._guessed[rows] = guessed
         self.held += np.bincount(pairs, minlength=self.num_pairs)
         return rows
 
     def _evict(self, count: int) -> None:
         used = np.flatnonzero(self._owner != ABSENT)
         pairs = self._owner[used] // self.num_pages
-        used = used[(self.held[pairs] > self.quota[pairs]) & (self._stamp[used] < self._held_since)]
+        stamps = self._stamp[used]
+        used = used[
+            ((self.held[pairs] > self.quota[pairs]) | (stamps == DEMOTED)) & (stamps < self._held_since)
+        ]
         count = max(count, self.num_rows // EVICT_SHARE)
         if len(used) > count:
             used = used[np.argpartition(self._stamp[used], count - 1)[:count]]

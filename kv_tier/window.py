@@ -31,9 +31,15 @@ class Absent:
 
 @dataclass(frozen=True)
 class Misses(Absent):
-    """The pages that a step must fetch; ``at``: [miss] int64 row of ``WindowCaches.k[layer]`` that receives each."""
+    """The pages that a step must fetch: [miss] int64 each.
+
+    Attributes:
+        at: row of ``WindowCaches.k[layer]`` that receives the page.
+        gone: ordinal of the page whose bytes are still there, ABSENT if nothing is.
+    """
 
     at: np.ndarray
+    gone: np.ndarray
 
 
 class WindowCaches:
@@ -171,7 +177,7 @@ class WindowCaches:
     ) -> tuple[np.ndarray, Misses]:
         assert selected.shape[2] <= self._least_slots[layer], "more pages than a window cache holds"
         at = np.empty(selected.shape, dtype=np.int64)
-        missing = np.empty((4, selected.size), dtype=np.int64)
+        missing = np.empty((5, selected.size), dtype=np.int64)
         count = compiled.admit(
             rows,
             selected,
@@ -185,7 +191,7 @@ class WindowCaches:
             at,
             missing,
         )
-        return at, Misses(missing[0, :count], missing[1, :count], missing[2, :count], missing[3, :count])
+        return at, Misses(*missing[:, :count])
 
     def check_integrity(self) -> None:
         """Assert that both directories agree."""

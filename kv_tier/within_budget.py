@@ -40,7 +40,7 @@ def end_fetch(
     priorities = None if scores is None else scores.numpy()
     at, misses = windows.admit(layer, _rows(fetch.states), selected.numpy(), priorities)
     assert len(misses) == len(fetch.absent), (len(misses), len(fetch.absent))
-    store.fetcher.finish(fetch, windows.k[layer], windows.v[layer], misses.at)
+    store.fetcher.finish(fetch, windows.k[layer], windows.v[layer], misses.at, misses.gone)
     if scores is not None:
         store.fetcher.look_ahead(layer, fetch.states, selected, scores)
     return torch.from_numpy(at)

@@ -84,7 +84,8 @@ def admit(rows, selected, priority, places, margin, slot_of, page_of, first_slot
             page] int32; page_of: [row, slot] int32; first_slot: [kv_head + 1] int64, the slots of each head; hits,
             misses: [row, kv_head] int64, added to.
         at: [request, kv_head, n] int64, result: row * slots + slot of every selected page.
-        missing: [4, request * kv_head * n] int64, result: request, head, page, row * slots + slot of what to fetch.
+        missing: [5, request * kv_head * n] int64, result: request, head, page, row * slots + slot of what to fetch, and the
+            page that left the slot or ABSENT.
 
     Returns:
         How many columns of `missing` count.
@@ -139,6 +140,7 @@ def admit(rows, selected, priority, places, margin, slot_of, page_of, first_slot
                     missing[1, kept] = h
                     missing[2, kept] = page
                     missing[3, kept] = row * total + victim
+                    missing[4, kept] = gone
                     kept += 1
                 count = kept
             for i in range(n):
@@ -294,10 +296,11 @@ def _read_codes(packed, weights, logits):
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
-def _power_sums(logits, top, powers, scaled, fractions, sums):
-    """Fill `sums` ([16] float32) with the sums over i of 2 ** (logits[16 i + lane] - top), no exponent above 0.
+def _powers(logits, top, exponents, scaled, powers):
+    """Fill `powers` with 2 ** (logits - top), no exponent above 0.
 
-    A power is a power of two, made from an exponent's bits (`powers`, int32, seen as float32 through `scaled`), times a polynomial of the rest (`fractions`).
+    A power is a power of two, made from an exponent's bits (`exponents`, int32, seen as float32 through `scaled`), times a
+    polynomial of the rest.
     """
     for c in range(len(logits)):
         x = logits[c] - top
@@ -309,13 +312,21 @@ def _power_sums(logits, top, powers, scaled, fractions, sums):
         y = y * f + np.float32(5.5504109e-2)
         y = y * f + np.float32(2.4022651e-1)
         y = y * f + np.float32(6.9314718e-1)
-        fractions[c] = y * f + np.float32(1)
-        powers[c] = (k + np.int32(127)) << np.int32(23)
-    for c in range(16):
-        sums[c] = np.float32(0)
-    for i in range(0, len(logits), 16):
-        for c in range(16):
-            sums[c] += fractions[i + c] * scaled[i + c]
+        powers[c] = y * f + np.float32(1)
+        exponents[c] = (k + np.int32(127)) << np.int32(23)
+    for c in range(len(logits)):
+        powers[c] *= scaled[c]
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _largest(logits, g, best):
+    """Return the largest of `logits[:, g]` ([block, row, column] float32); `best` ([column]) is overwritten."""
+    best[:] = np.float32(-np.inf)
+    for b in range(len(logits)):
+        for c in range(len(best)):
+            value = logits[b, g, c]
+            best[c] = value if value > best[c] else best[c]
+    return best.max()
 
 
 @njit(
@@ -341,9 +352,9 @@ def sketch_score(weights, blocks, scores):
     logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
     sums = np.empty((num_blocks, 16), dtype=np.float32)
     masses = np.empty((num_blocks, 16), dtype=np.float32)
-    powers = np.empty(width, dtype=np.int32)
-    scaled = powers.view(np.float32)
-    fractions = np.empty(width, dtype=np.float32)
+    exponents = np.empty(width, dtype=np.int32)
+    scaled = exponents.view(np.float32)
+    powers = np.empty(width, dtype=np.float32)
     best = np.empty(width, dtype=np.float32)
     lanes = np.empty(16, dtype=np.float32)
     for h in range(num_heads):
@@ -358,15 +369,14 @@ def sketch_score(weights, blocks, scores):
                 for c in range(width):  # pages of the last block that do not count
                     if c % 16 > (num_pages - 1) % 16:
                         last[c] = np.float32(-np.inf)
-                best[:] = np.float32(-np.inf)
-                for b in range(num_blocks):
-                    for c in range(width):
-                        value = logits[b, g, c]
-                        best[c] = value if value > best[c] else best[c]
-                top = best.max()
+                top = _largest(logits, g, best)
                 lanes[:] = np.float32(0)
                 for b in range(num_blocks):
-                    _power_sums(logits[b, g], top, powers, scaled, fractions, sums[b])
+                    _powers(logits[b, g], top, exponents, scaled, powers)
+                    sums[b] = np.float32(0)
+                    for i in range(0, width, 16):
+                        for c in range(16):
+                            sums[b, c] += powers[i + c]
                     for c in range(16):
                         lanes[c] += sums[b, c]
                 total = np.float32(0)
@@ -377,6 +387,91 @@ def sketch_score(weights, blocks, scores):
                     for c in range(16):
                         masses[b, c] += sums[b, c] * share
         whole = masses.reshape(num_blocks * 16)
+        for p in range(num_pages):
+            scores[h, p] = whole[p]
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _read_means(block, weights, wide, means, logits):
+    """Fill `logits` ([row, column] float32) with the products of `weights` ([row, dim] float32) and `block` ([dim, column]).
+
+    Four dimensions at a time are widened into `wide` ([4, column] int32, seen as float32 through `means`): a sum of four
+    products per load and store.
+    """
+    dim, width = block.shape
+    shift = np.int32(32 - 8 * block.itemsize)  # bfloat16 is the upper half of float32
+    wide0, wide1, wide2, wide3 = wide[0], wide[1], wide[2], wide[3]
+    mean0, mean1, mean2, mean3 = means[0], means[1], means[2], means[3]
+    logits[:] = np.float32(0)
+    for d in range(0, dim, 4):
+        bits0, bits1, bits2, bits3 = block[d], block[d + 1], block[d + 2], block[d + 3]
+        for c in range(width):
+            wide0[c] = np.int32(bits0[c]) << shift
+            wide1[c] = np.int32(bits1[c]) << shift
+            wide2[c] = np.int32(bits2[c]) << shift
+            wide3[c] = np.int32(bits3[c]) << shift
+        for g in range(len(logits)):
+            out, w = logits[g], weights[g]
+            a0, a1, a2, a3 = w[d], w[d + 1], w[d + 2], w[d + 3]
+            for c in range(width):
+                out[c] = out[c] + a0 * mean0[c] + a1 * mean1[c] + a2 * mean2[c] + a3 * mean3[c]
+
+
+@njit(
+    [
+        "void(float32[:, :, ::1], uint16[:, :, :, ::1], float32[:, ::1])",
+        "void(float32[:, :, ::1], int32[:, :, :, ::1], float32[:, ::1])",
+    ],
+    cache=True,
+    fastmath={"contract"},
+    error_model="numpy",
+)
+def mean_score(weights, blocks, scores):
+    """Fill `scores` ([kv_head, page] float32) with sums of softmaxes to the base 2; every page of `scores` counts.
+
+    Args:
+        weights: [kv_head, group, head_dim] float32, the scaled queries; blocks: [kv_head, block, head_dim, page of a block]
+            of `cpu.mean_blocks`, the bits of bfloat16 (uint16) or of float32 (int32).
+    """
+    num_heads, _, _, width = blocks.shape
+    group, num_pages = weights.shape[1], scores.shape[1]
+    num_blocks = (num_pages + width - 1) // width
+    chunk = min(group, 9)
+    logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
+    masses = np.empty((num_blocks, width), dtype=np.float32)
+    wide = np.empty((4, width), dtype=np.int32)
+    means = wide.view(np.float32)
+    exponents = np.empty(width, dtype=np.int32)
+    scaled = exponents.view(np.float32)
+    powers = np.empty((num_blocks, width), dtype=np.float32)
+    best = np.empty(width, dtype=np.float32)
+    lanes = np.empty(width, dtype=np.float32)
+    for h in range(num_heads):
+        masses[:] = np.float32(0)
+        for begin in range(0, group, chunk):
+            rows = min(chunk, group - begin)
+            for b in range(num_blocks):
+                _read_means(blocks[h, b], weights[h, begin : begin + rows], wide, means, logits[b, :rows])
+            for g in range(rows):
+                last = logits[num_blocks - 1, g]
+                for c in range(
+                    (num_pages - 1) % width + 1, width
+                ):  # pages of the last block that do not count
+                    last[c] = np.float32(-np.inf)
+                top = _largest(logits, g, best)
+                lanes[:] = np.float32(0)
+                for b in range(num_blocks):
+                    _powers(logits[b, g], top, exponents, scaled, powers[b])
+                    for c in range(width):
+                        lanes[c] += powers[b, c]
+                total = np.float32(0)
+                for c in range(width):
+                    total += lanes[c]
+                share = np.float32(1) / total
+                for b in range(num_blocks):
+                    for c in range(width):
+                        masses[b, c] += powers[b, c] * share
+        whole = masses.reshape(num_blocks * width)
         for p in range(num_pages):
             scores[h, p] = whole[p]
 

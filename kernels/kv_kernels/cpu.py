@@ -8,6 +8,9 @@ from kv_kernels import compiled
 
 LOG2_E = math.log2(math.e)
 BLOCK_PAGES = 16  # pages that a sketch's block holds side by side: a register of float32
+MEAN_BLOCK_PAGES = (
+    64  # pages that a block of means holds side by side: what is read at once stays in the nearest cache
+)
 
 
 def topk_pages(scores: torch.Tensor, num_pages: int) -> torch.Tensor:
@@ -16,6 +19,49 @@ def topk_pages(scores: torch.Tensor, num_pages: int) -> torch.Tensor:
     chosen = torch.empty(flat.shape[0], num_pages, dtype=torch.int64)
     compiled.topk(flat.contiguous().numpy(), chosen.numpy())
     return chosen.view(*scores.shape[:-1], num_pages)
+
+
+def mean_blocks(num_heads: int, num_pages: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return room for page means, for `mean_put` and `mean_block_score`.
+
+    Returns:
+        [kv_head, ceil(num_pages / 64), head_dim, 64], bfloat16 for bfloat16 means and float32 for others: dimension d of the
+        mean of page p is at [:, p // 64, d, p % 64]. The dimensions are filled up with zeros to a multiple of four.
+    """
+    blocks, dims = -(-num_pages // MEAN_BLOCK_PAGES), -(-head_dim // 4) * 4
+    kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return torch.zeros(num_heads, blocks, dims, MEAN_BLOCK_PAGES, dtype=kept)
+
+
+def mean_put(blocks: torch.Tensor, first: int, means: torch.Tensor) -> None:
+    """Write means, [page, kv_head, head_dim], to the pages of ``blocks`` from ``first`` on."""
+    at = torch.arange(first, first + len(means))
+    blocks[:, at // MEAN_BLOCK_PAGES, : means.shape[2], at % MEAN_BLOCK_PAGES] = means.to(blocks.dtype)
+
+
+def mean_block_score(query: torch.Tensor, blocks: torch.Tensor, scale: float, num_pages: int) -> torch.Tensor:
+    """Score the first ``num_pages`` of ``blocks`` as `ref.page_score` scores means, but for float32's rounding.
+
+    A page's score depends on the query and on these pages alone, bit for bit.
+
+    Args:
+        query: [kv_head, group, head_dim] float; several query tokens count as a larger group.
+
+    Returns:
+        [kv_head, num_pages] float32.
+    """
+    assert 0 < num_pages <= blocks.shape[1] * MEAN_BLOCK_PAGES, (num_pages, blocks.shape)
+    bits = (
+        blocks.view(torch.int16).numpy().view("uint16")
+        if blocks.itemsize == 2
+        else blocks.view(torch.int32).numpy()
+    )
+    weights = query.new_zeros((*query.shape[:2], blocks.shape[2]), dtype=torch.float32)
+    weights[:, :, : query.shape[2]] = query
+    weights *= scale * LOG2_E
+    scores = torch.empty(blocks.shape[0], num_pages)
+    compiled.mean_score(weights.numpy(), bits, scores.numpy())
+    return scores
 
 
 def sketch_blocks(num_heads: int, num_pages: int, page_entries: int, entry_bytes: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from kv_kernels import cpu, ref
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 SKETCH_BLOCK_PAGES = cpu.BLOCK_PAGES
+MEAN_BLOCK_PAGES = cpu.MEAN_BLOCK_PAGES
 
 
 def page_score(
@@ -21,6 +22,21 @@ def page_score(
 ) -> torch.Tensor:
     """Score every page; see `ref.page_score`."""
     return _of(query).page_score(query, means, scale, lengths)  # type: ignore[no-any-return]
+
+
+def mean_blocks(num_heads: int, num_pages: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return room for page means in the CPU's layout; see `cpu.mean_blocks`."""
+    return cpu.mean_blocks(num_heads, num_pages, head_dim, dtype)
+
+
+def mean_put(blocks: torch.Tensor, first: int, means: torch.Tensor) -> None:
+    """Write page means into blocks; see `cpu.mean_put`."""
+    cpu.mean_put(blocks, first, means)
+
+
+def mean_block_score(query: torch.Tensor, blocks: torch.Tensor, scale: float, num_pages: int) -> torch.Tensor:
+    """Score pages by blocks of their means; see `cpu.mean_block_score`."""
+    return cpu.mean_block_score(query, blocks, scale, num_pages)
 
 
 def sketch_build(keys: torch.Tensor, key_map: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from kv_tier.store import StoreLimits, TieredStore
 from kvdrive_sglang.bench.made_up import Inputs
 from kvdrive_sglang.bench.tier_driver import IDENTITY, LOCAL_TOKENS, SINK_TOKENS, Setup, TierSession
 
-SEAL = Setup("seal", "blockwise", 0.25, False)
+SEAL = Setup("seal", "blockwise", 1.0, False)
 
 
 def prompt_of(inputs: Inputs, request: int) -> np.ndarray:

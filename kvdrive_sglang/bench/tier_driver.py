@@ -28,7 +28,7 @@ from kv_tier.within_budget import warm_up
 
 IDENTITY = Identity(fingerprint=b"b" * 32, selection=b"b" * 32)
 BUDGET_TOKENS, SINK_TOKENS, LOCAL_TOKENS = 1024, 4, 64
-FRAMES_BESIDE = 192  # for the new tokens, beside what a configuration is about
+FRAMES_BESIDE = 16  # for the new tokens, beside what a configuration is about
 
 Layers = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """layer -> keys and values of the whole sequence, each [token, kv_head, head_dim]."""

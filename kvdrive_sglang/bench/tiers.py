@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -175,7 +175,7 @@ def open_session(sequence: Subject, directory: Path, setup: Setup) -> TierSessio
 
 
 def seal(sequence: Subject, directory: Path) -> tuple[int, float]:
-    with open_session(sequence, directory, replace(DRAM, frame_share=FRAME_SHARE)) as session:
+    with open_session(sequence, directory, DRAM) as session:
         return session.seal(sequence.layers)
 
 

@@ -269,6 +269,33 @@ def test_scores_of_blocks_depend_on_the_pages_that_count_alone() -> None:
     assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_pages", "group", "dim"), [(1, 1, 2), (63, 3, 64), (64, 4, 64), (65, 9, 33), (300, 10, 128)]
+)
+def test_blocks_of_means_score_as_means_do(dtype: torch.dtype, num_pages: int, group: int, dim: int) -> None:
+    heads = 2
+    query, means = 2 * torch.randn(heads, group, dim), torch.randn(num_pages, heads, dim).to(dtype)
+    blocks = cpu.mean_blocks(heads, num_pages + 5, dim, dtype)
+    blocks[:, :, :dim] += 100  # what lies beyond the pages that count
+    first = num_pages // 2
+    cpu.mean_put(blocks, 0, means[:first])
+    cpu.mean_put(blocks, first, means[first:])
+    expected = ref.page_score(query, means.transpose(0, 1), 0.3)
+    scores = dispatch.mean_block_score(query, blocks, 0.3, num_pages)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_of_blocks_of_means_depend_on_the_pages_that_count_alone() -> None:
+    query, means = torch.randn(3, 3, 64).bfloat16(), torch.randn(200, 3, 64).bfloat16()
+    scores = []
+    for room in (70, 128, 200):
+        blocks = cpu.mean_blocks(3, room, 64, means.dtype)
+        cpu.mean_put(blocks, 0, means[:room])
+        scores.append(dispatch.mean_block_score(query, blocks, 0.125, 70))
+    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
+
+
 def test_far_apart_logits_leave_nothing_infinite() -> None:
     query, query_map = torch.full((1, 1, 2), 100.0), torch.eye(2)[None]
     blocks = cpu.sketch_blocks(1, 2, 1, 1)

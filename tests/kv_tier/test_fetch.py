@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from kv_tier import fetch as fetch_module
+from kv_tier.fetch import REST_FETCHES, TRIAL_FETCHES, PrefetchTrial
 from kv_tier.modes import FetchMode
+from kv_tier.page_table import NOWHERE
 from kv_tier.steps import AppendRule
+from kv_tier.window import Absent
 from tests.kv_tier.conftest import EngineFactory
 from tests.kv_tier.test_store_faults import flip_page
 from tests.models.synthetic_engine import Session, SyntheticEngine, make_script
@@ -63,6 +66,29 @@ def test_pages_read_once_stay_in_dram(new_engine: EngineFactory, mode: FetchMode
     assert torch.equal(*outs)
     assert amounts[1] < amounts[0] / 2
     assert len(engine.store.staging.frames) > 0
+
+
+def test_staging_keeps_what_leaves_the_windows_and_not_what_is_in_them(new_engine: EngineFactory) -> None:
+    engine = new_engine(fetch_mode="hierarchical", window_multiple=1, warm_up=False)
+    session = attached(engine)
+    engine.store.fetcher._rows_short = 100
+    engine.store.fetcher.grow_staging()
+    engine.generate(session, 1)
+    staging, windows = engine.store.staging, engine.store.windows
+    assert windows is not None and not (staging.row_of >= 0).any()
+    window = engine.state(session).window
+    assert window is not None
+    before = [slot_of[window.row].copy() for slot_of in windows.slot_of]
+    engine.generate(session, 20)
+    seen = 0
+    for layer, slot_of in enumerate(windows.slot_of):
+        head, ordinal = ((before[layer] >= 0) & (slot_of[window.row] < 0)).nonzero()
+        pages = np.array(session.pages)[ordinal]
+        kept = staging.row_of[2 * layer + head, pages] >= 0
+        assert (kept == (engine.store.table.frames[pages] == NOWHERE)).all()  # new pages have a frame
+        seen += int(kept.sum())
+    assert seen
+    engine.store.check_integrity()
 
 
 def test_near_critical_pages_come_before_they_are_asked_for(
@@ -176,3 +202,49 @@ def test_a_sparse_append_reads_about_what_it_selects(new_engine: EngineFactory) 
     assert engine.store.counters.bytes_read - before <= 1.5 * 6 * engine.geometry.page_bytes
     engine.generate(session, 2)
     engine.store.check_integrity()
+
+
+def test_warm_up_brings_as_much_from_ssd_as_there_is_room_for(new_engine: EngineFactory) -> None:
+    engine = new_engine(fetch_mode="hierarchical", num_frames=12, budget_pages=6)
+    session = attached(engine)
+    store, state = engine.store, engine.state(session)
+    state.sync(torch.tensor(session.pages), store.table)
+    scores = torch.arange(24.0).expand(2, 24)
+    room = store.frames.num_free
+    assert 0 < room < 24
+    for layer in range(2):
+        store.fetcher.warm(layer, state, scores, from_ssd=True)
+    store.fetcher.grow_staging()
+    store.fetcher.settle()
+    best = np.array(session.pages)[: -room - 1 : -1]
+    assert (store.staging.row_of[:, best] >= 0).all() and store.staging.held.tolist() == [room] * 4
+    store.check_integrity()
+
+
+def test_guesses_rest_while_they_cost_more_than_they_save() -> None:
+    trial = PrefetchTrial()
+    trial.demanded(4, 8_000)
+    assert trial.page_ns == 250  # of 2000 ns a page; recent ones weigh most
+    trial.used(10)
+    trial.spent_ns = 2_600
+    guesses = [trial.next_fetch() for _ in range(TRIAL_FETCHES + REST_FETCHES)]
+    assert guesses == [True] * (TRIAL_FETCHES - 1) + [False] * REST_FETCHES + [True]
+    trial.spent_ns = trial.saved_ns = 1.0  # it pays: no rest
+    assert all(trial.next_fetch() for _ in range(3 * TRIAL_FETCHES))
+
+
+def test_a_guess_counts_once_and_only_when_it_is_used(new_engine: EngineFactory) -> None:
+    engine = new_engine(fetch_mode="hierarchical", warm_up=False)
+    session = attached(engine)
+    fetcher = engine.store.fetcher
+    fetcher.prefetch(0, np.zeros(24, np.int64), np.array(session.pages), guess=True)
+    fetcher.grow_staging()
+    fetcher.settle()
+    assert fetcher.trial.saved_ns == 0
+    fetcher.trial.page_ns = 1.0
+    engine.state(session).sync(torch.tensor(session.pages), engine.store.table)
+    states, absent = [engine.state(session)], Absent(*np.array([[0, 0], [0, 0], [3, 7]]))
+    k, v = (torch.zeros(2, engine.geometry.page_elements, dtype=engine.geometry.dtype) for _ in range(2))
+    for _ in range(2):
+        fetcher.finish(fetcher.start(0, absent, states), k, v, np.arange(2))
+    assert fetcher.trial.saved_ns == 2

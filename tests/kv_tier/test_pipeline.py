@@ -185,7 +185,7 @@ def test_what_micro_batches_read_twice_is_counted(new_engine: EngineFactory, mod
 
 
 def test_a_staged_page_stays_until_the_fetch_that_found_it_copied_it(new_engine: EngineFactory) -> None:
-    """Rows are short: another micro-batch must not take the row for what it read."""
+    """Rows are short: another micro-batch must not take the row for what its window lets go."""
     engine = new_engine(fetch_mode="hierarchical", num_frames=200, warm_up=False)
     session, other = on_ssd(engine)[:2]
     borrow_rows(engine, 1)
@@ -197,7 +197,7 @@ def test_a_staged_page_stays_until_the_fetch_that_found_it_copied_it(new_engine:
     pages = np.arange(12)
     later = fetcher.start(0, Absent(0 * pages, pages % 2, pages), [engine.state(other)])
     k, v = (torch.zeros(len(pages), GEOMETRY.page_elements, dtype=GEOMETRY.dtype) for _ in range(2))
-    fetcher.finish(later, k, v, pages)
+    fetcher.finish(later, k, v, pages, pages + 12)
     assert staging.num_free == 0
     fetcher.finish(found, k, v, np.array([0]))
     assert torch.equal(k[0].view(4, -1), SCRIPTS[0].k[0, 20:24, 1])

@@ -43,7 +43,7 @@ def test_the_index_holds_the_means_of_the_pages_in_order() -> None:
     assert isinstance(state.index, DeviceMeans)
     for layer in range(GEOMETRY.num_layers):
         state.index.extend_to(layer, 5, state.pages)
-        assert state.index.means[layer, 0, :5, 0].tolist() == [
+        assert state.index.blocks[layer][0, 0, 0, :5].tolist() == [
             10 + layer,
             11 + layer,
             12 + layer,

@@ -44,6 +44,17 @@ def test_the_least_recently_used_row_leaves() -> None:
     assert (staging.find(ints(0, 1, 2, 0), ints(1, 2, 3, 9)) >= 0).all()
 
 
+def test_a_demoted_row_leaves_first_whatever_the_quota_until_it_is_touched() -> None:
+    staging = make(1)
+    staging.quota[:] = ints(2, 0, 0, 0)
+    rows = staging.insert(ints(0, 0, 1, 1), ints(1, 2, 1, 2))
+    staging.demote(rows[:2])
+    staging.touch(rows[:1])
+    staging.insert(ints(2), ints(5))
+    assert (staging.row_of[ints(0, 0, 1, 1), ints(1, 2, 1, 2)] >= 0).tolist() == [True, False, True, True]
+    staging.check_integrity()
+
+
 def test_a_pair_within_its_quota_keeps_its_rows() -> None:
     staging = make(1)
     staging.quota[:] = ints(0, 2, 0, 0)
