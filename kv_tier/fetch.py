@@ -523,7 +523,9 @@ class Fetcher:
         self.windows.v[layer].index_copy_(0, into, store.frames.v_all.index_select(0, source))
         store.staging.demote(staged[here & (frames == NOWHERE)])
         if from_ssd:
-            best = ranks[:, : len(store.staging.frames) + store.frames.num_free]  # as many as each pair has room for
+            best = ranks[
+                :, : len(store.staging.frames) + store.frames.num_free
+            ]  # as many as each pair has room for
             heads = np.repeat(np.arange(len(best)), best.shape[1])
             self.prefetch(layer, heads, state.pages.numpy()[best.reshape(-1)])
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -115,10 +116,11 @@ def adopt_recomputed(cache: Any, linker: KVDriveLinker, req: Any, up_to: int) ->
 
     size = linker.page_size
     key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
-    held = cache.tree_core.match_prefix(MatchPrefixParams(key=key.page_aligned(size))).device_indices
-    tree_pages = (held[::size] // size).tolist()
+    held = cache.tree_core.match_prefix(MatchPrefixParams(key=key.page_aligned(size)))  # lost pages included
+    cache._apply_cache_actions(held.cache_actions)
+    tree_pages = matched_pages(cache, held, size)
     row = cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tree_pages) * size : size] // size
-    for ours, theirs in zip(row.tolist(), tree_pages, strict=True):
+    for ours, theirs in zip(row.tolist(), tree_pages.tolist(), strict=True):
         if ours != theirs and table.lost[theirs] and not table.lost[ours] and table.frames[ours] > 0:
             linker.store.adopt(ours, theirs)
 
@@ -126,14 +128,21 @@ def adopt_recomputed(cache: Any, linker: KVDriveLinker, req: Any, up_to: int) ->
 # ---- lost pages ---------------------------------------------------------------------------------------------
 
 
+def matched_pages(cache: Any, result: Any, page_size: int) -> np.ndarray:
+    """Return the logical pages that a match found on the device, [n] int64."""
+    indices = cache.path_device_indices(result.last_device_node)[: result.device_prefix_len : page_size]
+    pages: np.ndarray = (indices // page_size).cpu().numpy()
+    return pages
+
+
 def match_prefix(original: Any, self: Any, params: Any) -> Any:
     """End a match before the first lost page, so that it is recomputed."""
     result = original(self, params)
     linker = linker_of(self)
-    if linker is None or not linker.store.table.lost.any() or result.device_indices.numel() == 0:
+    if linker is None or not linker.store.table.lost.any() or result.device_prefix_len == 0:
         return result
     size = linker.page_size
-    lost = linker.store.table.lost[(result.device_indices[::size] // size).cpu().numpy()]
+    lost = linker.store.table.lost[matched_pages(self, result, size)]
     if not lost.any():
         return result
     if params.req is not None:

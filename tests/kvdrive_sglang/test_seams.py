@@ -31,6 +31,8 @@ SIGNATURES = {
         "kwargs",
     ],
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix": ["self", "params"],
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices": ["self", "node"],
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._apply_cache_actions": ["self", "actions"],
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.finish_external_linker_loads": [
         "self",
         "reqs",
@@ -98,6 +100,11 @@ FIELDS = {
     ],
     "sglang.srt.mem_cache.hicache_storage.PoolTransfer": ["keys", "device_indices"],
     "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams": ["key", "req"],
+    "sglang.srt.mem_cache.base_prefix_cache.MatchResult": [
+        "device_prefix_len",
+        "last_device_node",
+        "cache_actions",
+    ],
 }
 
 
