@@ -128,6 +128,13 @@ class Fetch:
     waited_ns: tuple[int, int] = field(default=(0, 0), init=False)
 
 
+def _move(
+    source: tuple[torch.Tensor, torch.Tensor], rows: Ints, target: tuple[torch.Tensor, torch.Tensor], at: Ints
+) -> None:
+    """Copy rows of keys and values to rows ``at`` of others."""
+    dispatch.fetch_pages(*source, *target, torch.from_numpy(rows), torch.from_numpy(at))
+
+
 class Fetcher:
     """Fetch for one store, on the scheduler's thread; owns the read engine and what is under way."""
 
@@ -243,9 +250,7 @@ class Fetcher:
             here = np.flatnonzero(sources >= 0)
             sources, at = sources[here], at[here]
         if len(sources):
-            into, source = torch.from_numpy(at), torch.from_numpy(sources)
-            k_out.index_copy_(0, into, frames.k_all.index_select(0, source))
-            v_out.index_copy_(0, into, frames.v_all.index_select(0, source))
+            _move((frames.k_all, frames.v_all), sources, (k_out, v_out), at)
         self._num_started -= 1
         self._promoted.append(fetch.staged)
         if not self._num_started:
@@ -277,10 +282,8 @@ class Fetcher:
             place = np.full(len(fetch.heads), -1, np.int64)
             place[done.rows] = np.arange(len(done.rows))
             brought = np.flatnonzero(place[inverse] >= 0)
-            into = torch.from_numpy(at[away[brought]])
-            source = torch.from_numpy(place[inverse[brought]])
-            k_out.index_copy_(0, into, halves[:, 0].index_select(0, source))
-            v_out.index_copy_(0, into, halves[:, 1].index_select(0, source))
+            source, into = place[inverse[brought]], at[away[brought]]
+            _move((halves[:, 0], halves[:, 1]), source, (k_out, v_out), into)
         if not len(away):
             return
         self._count_stalls(fetch)
@@ -394,9 +397,7 @@ class Fetcher:
         pairs, pages, at = pairs[new], pages[new], at[new]
         self._rows_short += max(0, len(pairs) - staging.num_free)
         rows = staging.insert(pairs, pages, guessed=guessed)
-        into, source = torch.from_numpy(rows), torch.from_numpy(at[: len(rows)])
-        store.frames.k_all.index_copy_(0, into, k.index_select(0, source))
-        store.frames.v_all.index_copy_(0, into, v.index_select(0, source))
+        _move((k, v), at[: len(rows)], (store.frames.k_all, store.frames.v_all), rows)
 
     def grow_staging(self) -> None:
         """Borrow frames for the rows that were short since the last call; between steps alone, when no plan of a step
@@ -517,10 +518,9 @@ class Fetcher:
         staged = store.staging.row_of[pairs, pages]
         rows = np.where(frames > DUMMY_FRAME, pairs * store.frames.num_frames + frames, staged)
         here = rows >= 0
-        into = torch.from_numpy(window.place(layer, heads[here], ordinals[here]))
-        source = torch.from_numpy(rows[here])
-        self.windows.k[layer].index_copy_(0, into, store.frames.k_all.index_select(0, source))
-        self.windows.v[layer].index_copy_(0, into, store.frames.v_all.index_select(0, source))
+        into = window.place(layer, heads[here], ordinals[here])
+        frames_all = store.frames.k_all, store.frames.v_all
+        _move(frames_all, rows[here], (self.windows.k[layer], self.windows.v[layer]), into)
         store.staging.demote(staged[here & (frames == NOWHERE)])
         if from_ssd:
             best = ranks[

@@ -260,6 +260,21 @@ def copy_rows(source, at, out):
             out[i, j] = source[begin + j]
 
 
+@njit(
+    "void(uint8[:, :], uint8[:, :], uint8[:, ::1], uint8[:, ::1], int64[::1], int64[::1])",
+    cache=True,
+)
+def move_pages(k_source, v_source, k_pool, v_pool, source, target):
+    """Copy row `source[i]` of the sources to row `target[i]` of the pools ([row, byte] uint8), -1 copies nothing."""
+    for i in range(len(source)):
+        here, there = source[i], target[i]
+        if here >= 0:
+            for j in range(k_pool.shape[1]):
+                k_pool[there, j] = k_source[here, j]
+            for j in range(v_pool.shape[1]):
+                v_pool[there, j] = v_source[here, j]
+
+
 @njit(fastmath={"contract"}, error_model="numpy")
 def _read_codes(packed, weights, logits):
     """Add to `logits` ([row, column] float32) what the codes of `packed` ([byte, column] uint8) give by `weights` ([row,

@@ -21,6 +21,19 @@ def topk_pages(scores: torch.Tensor, num_pages: int) -> torch.Tensor:
     return chosen.view(*scores.shape[:-1], num_pages)
 
 
+def fetch_pages(
+    k_source: torch.Tensor,
+    v_source: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+) -> None:
+    """Copy pages as `ref.fetch_pages` does, in one pass over both; a page is contiguous, and the pools are."""
+    arrays = [tensor.flatten(1).view(torch.uint8).numpy() for tensor in (k_source, v_source, k_pool, v_pool)]
+    compiled.move_pages(*arrays, source.reshape(-1).numpy(), target.reshape(-1).numpy())
+
+
 def mean_blocks(num_heads: int, num_pages: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return room for page means, for `mean_put` and `mean_block_score`.
 

@@ -131,7 +131,8 @@ def fetch_pages(
     target: torch.Tensor,
 ) -> None:
     """Copy pages from frames to slots, for a pool on CUDA from pinned host memory; see `ref.fetch_pages`."""
-    _of(k_pool).fetch_pages(k_source, v_source, k_pool, v_pool, source, target)
+    move = _triton().fetch_pages if k_pool.is_cuda else cpu.fetch_pages
+    move(k_source, v_source, k_pool, v_pool, source, target)
 
 
 def append_tokens(
