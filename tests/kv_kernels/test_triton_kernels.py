@@ -206,7 +206,7 @@ def test_window_admit_chooses_what_the_cpu_chooses() -> None:
     expected, slow, fast = empty_directory(40), empty_directory(40), on_device(empty_directory(40))
     for rows, selected, scores in window_steps(12, 40):
         at = np.empty(selected.shape, dtype=np.int64)
-        missing = np.empty((4, selected.numel()), dtype=np.int64)
+        missing = np.empty((5, selected.numel()), dtype=np.int64)
         counts = np.zeros((3, 3), dtype=np.int64), np.zeros((3, 3), dtype=np.int64)
         priority = scores.contiguous().numpy()
         directory = [t.numpy() for t in expected]
