@@ -6,6 +6,7 @@ Nothing here knows what the bytes mean.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -27,15 +28,26 @@ Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 4096  # of memory, and of offsets and lengths where the device has no finer grid
 FINE_GRID = 512
+HUGE_PAGE = 2 << 20
 THREADS = 8
 RING_ENTRIES = 1024
 INLINE_READS = 16
 
 
 def aligned_bytes(length: int) -> Bytes:
-    """Allocate ``length`` bytes, not cleared, at an address that direct I/O accepts."""
-    raw = np.empty(length + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
+    """Allocate ``length`` bytes, not cleared, at an address that direct I/O accepts.
+
+    Large ones lie on huge pages where the kernel has them: it pins memory page by page for every direct read or write.
+    """
+    if length < HUGE_PAGE:
+        raw = np.empty(length + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start : start + length]
+    memory = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % HUGE_PAGE
     return raw[start : start + length]
 
 

@@ -10,10 +10,12 @@ import contextlib
 import errno
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,7 @@ from kv_tier.meta.span_io import Bytes, bytes_of, check_array, inverse, naming, 
 from kv_tier.meta.span_reader import SpanFile
 
 CHUNK_BYTES = 64 << 20
+_beside = ThreadPoolExecutor(1, thread_name_prefix="kvdrive-crc")
 _NO_UNLINKED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
@@ -263,11 +266,9 @@ def _write_kv(
     """
     if isinstance(kv, np.ndarray) and kv.flags.c_contiguous and kv.ctypes.data % ALIGNMENT == 0:
         data = kv.reshape(-1).view(np.uint8)
-        with ThreadPoolExecutor(1, thread_name_prefix="kvdrive-writer") as writer:
-            written = writer.submit(_write_past_cache, fs, fd, path, data, section.offset, section.end)
-            crcs = _checksums(header, kv)
-            written.result()
-        return crcs
+        checksums = partial(_checksums, header, kv)
+        page_crcs, layer_crcs = _write_past_cache(fs, fd, path, data, section.offset, section.end, checksums)
+        return page_crcs, layer_crcs
 
     def write_each() -> Iterator[Raw]:
         for number, layer in enumerate(kv):
@@ -293,12 +294,27 @@ def _checksums(header: SpanHeader, layers: Iterable[Raw]) -> tuple[Raw, Raw]:
     return np.array(page_crcs, np.uint32), np.array(layer_crcs, np.uint32)
 
 
-def _write_past_cache(fs: FileSystem, fd: int, path: Path, data: Bytes, begin: int, end: int) -> None:
+def _write_past_cache(
+    fs: FileSystem,
+    fd: int,
+    path: Path,
+    data: Bytes,
+    begin: int,
+    end: int,
+    beside: Callable[[], Any] | None = None,
+) -> Any:
     """Write ``data`` at ``begin`` and zeros up to ``end`` in large direct writes; through the page cache where there are
-    none."""
+    none.
+
+    Returns:
+        what ``beside`` returns, which runs on another thread meanwhile; None without it.
+    """
     whole = len(data) // ALIGNMENT * ALIGNMENT
     done = 0
-    if fs.set_direct(fd, True):
+    direct = fs.set_direct(fd, True)
+    # checksums keep the interpreter locked: nothing that gives the lock away may come between this and a write
+    result = None if beside is None else _beside.submit(beside)
+    if direct:
         try:
             while done < whole:
                 chunk = data[done : min(done + CHUNK_BYTES, whole)]
@@ -316,6 +332,7 @@ def _write_past_cache(fs: FileSystem, fd: int, path: Path, data: Bytes, begin: i
     tail = np.zeros(end - begin - done, np.uint8)
     tail[: len(data) - done] = data[done:]
     write_all(fs, fd, path, tail, begin + done)
+    return None if result is None else result.result()
 
 
 def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequence[bytes]) -> None:
