@@ -251,21 +251,16 @@ def plan_reads(owner, begins, ends, gap, most, grid, alignment, read_of, reads):
     return count
 
 
-@njit("void(uint8[::1], int64[::1], uint8[:, ::1])", cache=True)
-def copy_rows(source, at, out):
-    """Copy `source[at[i] : at[i] + row]` to every row of `out` ([n, row] uint8)."""
-    for i in range(len(at)):
-        begin = at[i]
-        for j in range(out.shape[1]):
-            out[i, j] = source[begin + j]
-
-
 @njit(
-    "void(uint8[:, :], uint8[:, :], uint8[:, ::1], uint8[:, ::1], int64[::1], int64[::1])",
+    [
+        "void(uint8[:, :], uint8[:, :], uint8[:, ::1], uint8[:, ::1], int64[::1], int64[::1])",
+        "void(int64[:, :], int64[:, :], int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])",
+    ],
     cache=True,
 )
 def move_pages(k_source, v_source, k_pool, v_pool, source, target):
-    """Copy row `source[i]` of the sources to row `target[i]` of the pools ([row, byte] uint8), -1 copies nothing."""
+    """Copy row `source[i]` of the sources to row `target[i]` of the pools ([row, byte] uint8, or eight bytes as int64, which
+    is ten times faster), -1 copies nothing."""
     for i in range(len(source)):
         here, there = source[i], target[i]
         if here >= 0:

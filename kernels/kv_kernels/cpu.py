@@ -30,7 +30,9 @@ def fetch_pages(
     target: torch.Tensor,
 ) -> None:
     """Copy pages as `ref.fetch_pages` does, in one pass over both; a page is contiguous, and the pools are."""
-    arrays = [tensor.flatten(1).view(torch.uint8).numpy() for tensor in (k_source, v_source, k_pool, v_pool)]
+    flat = [tensor.flatten(1) for tensor in (k_source, v_source, k_pool, v_pool)]
+    unit = torch.uint8 if k_pool[0].nbytes % 8 else torch.int64
+    arrays = [tensor.view(unit).numpy() for tensor in flat]
     compiled.move_pages(*arrays, source.reshape(-1).numpy(), target.reshape(-1).numpy())
 
 
