@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -434,21 +434,29 @@ class TieredStore:
             group = groups.setdefault(id(span), (span, [], []))
             group[1].append(page)
             group[2].append(ordinal)
+        reads = [
+            self.readers.submit(lambda span: (span.read_means(), self.index.read(span)), group[0])
+            for group in groups.values()
+        ]
         indexes = []
-        for span, _, _ in groups.values():
+        for (span, _, _), read in zip(groups.values(), reads, strict=True):
             try:
-                indexes.append((span.read_means(), self.index.read(span)))
+                indexes.append(read.result())
             except (CorruptExtentError, ExtentIoError) as error:
+                wait(reads)
                 self.spans.quarantine(span, str(error))
                 for held, held_pages, _ in groups.values():
                     self.spans.release(held, len(held_pages))
                 return False
         for (span, group_pages, ordinals), (index, parts) in zip(groups.values(), indexes, strict=True):
             at = np.array(group_pages)
+            into = torch.from_numpy(at)
             means = torch.from_numpy(index.view(np.int16 if index.itemsize == 2 else np.int32))
-            means = means.view(self.geometry.dtype)[:, :, ordinals].transpose(1, 2)
+            means = means.view(self.geometry.dtype)
+            if ordinals != list(range(means.shape[2])):
+                means = means[:, :, ordinals]
             for layer, table_means in enumerate(self.table.means):
-                table_means[torch.from_numpy(at)] = means[layer]
+                table_means.index_copy_(0, into, means[layer].transpose(0, 1).contiguous())
             self.index.attach(torch.from_numpy(at), ordinals, parts)
             self.counters.bytes_read += index.nbytes + sum(part.nbytes for part in parts)
             self.bind(at, span, np.array(ordinals))
