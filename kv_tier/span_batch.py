@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kv_kernels import compiled
 from kv_tier.meta.errors import CorruptExtentError, ExtentIoError
 from kv_tier.meta.file_system import FileSystem
-from kv_tier.meta.read_engine import ALIGNMENT, Bytes, Ints, ReadBatch, ReadPath, aligned_bytes
+from kv_tier.meta.read_engine import ALIGNMENT, Bytes, Ints, ReadBatch, ReadPath
 from kv_tier.meta.span_format import crc32c_rows
 from kv_tier.meta.span_reader import SpanFile
 
@@ -144,13 +144,9 @@ class PageBatch:
             read_of,
             reads,
         )
+        buffer = self.path.lend(int(reads[3, count]))
         batch = ReadBatch(
-            files,
-            reads[0, :count],
-            reads[1, :count],
-            reads[2, :count],
-            aligned_bytes(int(reads[3, count])),
-            reads[3, :count],
+            files, reads[0, :count], reads[1, :count], reads[2, :count], buffer, reads[3, :count]
         )
         rows = np.concatenate([want.rows for want in self.wants])[order]
         crcs = np.concatenate([crcs for _, crcs in located])[order]
@@ -174,6 +170,7 @@ class PageBatch:
                 fs.drop_cache(fd)
         kept = np.flatnonzero(plan.rows >= 0)
         parts = [self._take(plan, some) for some in self._alike(plan, kept)]
+        self.path.give_back(batch.buffer)  # its pages were copied out
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
         num_bytes = int(np.maximum(batch.results, 0).sum())
         return Pages(plan.rows[kept], data, self.lost, num_bytes, len(batch))

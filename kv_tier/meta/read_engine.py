@@ -32,6 +32,7 @@ HUGE_PAGE = 2 << 20
 THREADS = 8
 RING_ENTRIES = 1024
 INLINE_READS = 16
+LEAST_LENT, MOST_SPARE = 1 << 20, 2  # bytes of a loan; buffers that wait for the next one
 
 
 def aligned_bytes(length: int) -> Bytes:
@@ -384,6 +385,17 @@ class ReadPath:
     direct: bool
     grid: int
     reason: str
+    _spare: list[Bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def lend(self, length: int) -> Bytes:
+        """Return at least ``length`` bytes for one batch, rather ones whose pages are there already; for one thread."""
+        fits = [i for i, memory in enumerate(self._spare) if len(memory) >= length]
+        return self._spare.pop(fits[0]) if fits else aligned_bytes(max(length, LEAST_LENT))
+
+    def give_back(self, memory: Bytes) -> None:
+        """End a loan."""
+        self._spare.append(memory)
+        del self._spare[:-MOST_SPARE]
 
 
 THROUGH_CACHE = ReadPath(InlineEngine(), False, 1, "page cache")
