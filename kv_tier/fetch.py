@@ -42,10 +42,8 @@ ROUND_BYTES = 4 << 20  # of pages per batch, so that buffers stay small
 RESIDENT_SHARE = 0.5  # of the staging rows go to quotas in balanced mode
 MOST_LENT = 64  # frames in use that staging borrows per step
 PROFILE_FETCHES = 512  # fetches between two looks at the stalls
-TRIAL_FETCHES, REST_FETCHES = (
-    64,
-    448,
-)  # prefetching is tried for so many, and rests for so many if it does not pay
+TRIAL_FETCHES = 64  # prefetching is tried for so many fetches,
+REST_FETCHES = 448  # and rests for so many if it did not pay
 LOST = "LOST_PAGE: a page of this sequence could not be read or failed its checksum; a retry recomputes it"
 
 
@@ -523,9 +521,8 @@ class Fetcher:
         _move(frames_all, rows[here], (self.windows.k[layer], self.windows.v[layer]), into)
         store.staging.demote(staged[here & (frames == NOWHERE)])
         if from_ssd:
-            best = ranks[
-                :, : len(store.staging.frames) + store.frames.num_free
-            ]  # as many as each pair has room for
+            room = len(store.staging.frames) + store.frames.num_free  # rows that each pair can have
+            best = ranks[:, :room]
             heads = np.repeat(np.arange(len(best)), best.shape[1])
             self.prefetch(layer, heads, state.pages.numpy()[best.reshape(-1)])
 
