@@ -24,6 +24,7 @@ from kv_tier.meta.page_keys import page_keys
 PAGE = 4
 CONTEXT = 4096
 IM_START, IM_END = 256, 257
+_PASSES_TO_CONNECT = 4  # of the event loop, from an accepted socket to the first line of its handler
 TEMPLATE = """\
 {%- for message in messages %}
 {%- if loop.first and message['role'] != 'system' %}
@@ -121,7 +122,14 @@ class FakeEngine:
 
     async def stop(self) -> None:
         """Go away as a killed engine does: connections break, the socket file stays."""
-        for server in (self._http, self._control):
+        # A server closed between accepting a connection and making its transport never closes that transport
+        # (asyncio of Python 3.11), so: accept no more, let those accepted reach `_connection`, then close.
+        servers = (self._http, self._control)
+        for listener in (listener for server in servers for listener in server.sockets):
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(_PASSES_TO_CONNECT):
+            await asyncio.sleep(0)
+        for server in servers:
             server.close()
             await server.wait_closed()
         for writer in set(self._connections.values()):
