@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,12 +156,21 @@ class Fetcher:
         self._num_started = 0  # fetches whose pages in DRAM were not copied yet
         self._promoted: list[Ints] = []  # rows of staging that they copy
         self._read_in = -1, -1  # step and layer that the next line speaks of
-        self._read_keys: list[Ints] = []  # what its fetches read so far: KV head * logical pages + page
+        self._num_read = 0  # pages that its fetches read so far
+        self._reading = 0  # counts layers of steps
+        self._read_at = np.zeros(  # in which one a page was last read, by KV head * logical pages + page
+            store.geometry.num_kv_heads * store.limits.num_pages, np.int64
+        )
 
     @property
     def windows(self) -> WindowCaches:
         assert self.store.windows is not None
         return self.store.windows
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is remembered per page."""
+        return self._read_at.nbytes
 
     # ---- on demand ------------------------------------------------------------------------------------------
 
@@ -299,12 +309,12 @@ class Fetcher:
         """Count what this layer of a step reads, and the pages that an earlier fetch of it read too."""
         now = self.store.clock, layer
         if self._read_in != now:
-            self.expected_reads += (sum(map(len, self._read_keys)) - self.expected_reads) / 2
-            self._read_in, self._read_keys = now, []
-        if self._read_keys:
-            again = np.isin(keys, np.concatenate(self._read_keys))
-            self.store.counters.pages_read_again += int(again.sum())
-        self._read_keys.append(keys)
+            self.expected_reads += (self._num_read - self.expected_reads) / 2
+            self._read_in, self._num_read = now, 0
+            self._reading += 1
+        self.store.counters.pages_read_again += int((self._read_at[keys] == self._reading).sum())
+        self._read_at[keys] = self._reading
+        self._num_read += len(keys)
 
     def _count_stalls(self, fetch: Fetch) -> None:
         num_heads = self.store.geometry.num_kv_heads
@@ -366,16 +376,13 @@ class Fetcher:
         table = self.store.table
         handles = table.span_of[pages]
         order = np.argsort(handles, kind="stable")
-        cuts = np.flatnonzero(np.diff(handles[order])) + 1
+        handles, heads, rows = handles[order], heads[order], rows[order]
+        ordinals = table.ordinal_of[pages[order]]
+        cuts = [0, *(np.flatnonzero(np.diff(handles)) + 1).tolist(), len(order)]
         return [
-            Wants(
-                self.store.span_files[int(handles[some[0]])],
-                heads[some],
-                table.ordinal_of[pages[some]],
-                rows[some],
-            )
-            for some in np.split(order, cuts)
-            if len(some)
+            Wants(self.store.span_files[int(handles[a])], heads[a:b], ordinals[a:b], rows[a:b])
+            for a, b in pairwise(cuts)
+            if b > a
         ]
 
     def _halves(self, pages: Pages) -> torch.Tensor:

@@ -71,6 +71,19 @@ class Pages:
     num_reads: int = 0
 
 
+def page_places(layer: int, want: Wants) -> tuple[Ints, Crcs]:
+    """Return where the pages lie in their file ([n] bytes) and their CRC-32C ([n]).
+
+    Raises:
+        CorruptExtentError, ExtentIoError: the span's tables cannot be had.
+    """
+    place_of, page_crcs, begin = want.span.layer_places(layer)
+    offsets, crcs = np.empty(len(want.heads), np.int64), np.empty(len(want.heads), np.uint32)
+    page_bytes = want.span.header.stored_page_bytes
+    compiled.page_places(place_of, page_crcs, want.heads, want.ordinals, begin, page_bytes, offsets, crcs)
+    return offsets, crcs
+
+
 @dataclass
 class _Plan:
     """Pages in file order: which want they come from, what the caller calls them, and which read brings them."""
@@ -106,7 +119,7 @@ class PageBatch:
         for want in sorted(wants, key=lambda want: want.span.header.kv_version):
             try:
                 files.append(want.span.kv_file(path.direct))
-                located.append(want.span.page_places(layer, want.heads, want.ordinals))
+                located.append(page_places(layer, want))
             except (CorruptExtentError, ExtentIoError) as error:
                 del files[len(located) :]
                 self.lost.append(LostPages(want.span, want.ordinals, want.rows, error))

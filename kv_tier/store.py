@@ -508,6 +508,7 @@ class TieredStore:
             "dram_bytes": self.frames.num_frames * geometry.page_bytes
             + self.table.num_bytes
             + self.index.num_bytes
+            + self.fetcher.num_bytes
             + self.staging.bytes_for(geometry, self.limits.num_pages, self.limits.num_frames),
             **self._device_gauges(),
             "requests": len(self._requests),

@@ -13,6 +13,7 @@ from kvdrive_sglang.config import KVDriveConfig
 LOGICAL_OVER_FRAMES = 4  # what may run or stay in the tree at once, as a multiple of what DRAM holds
 MAX_DEVICE_REQUESTS = 256  # running and paused
 TABLE_BYTES_PER_PAGE = 8 * 6 + 2  # columns of the page table beside the page means
+READ_MARK_BYTES = 8  # per KV head of a page: when it was last read (`Fetcher`)
 SPAN_TABLE_BYTES_PER_PAIR = 10  # order, inverse order and cluster (2 each), checksum (4) of an attached page
 
 
@@ -80,5 +81,6 @@ def _frame_bytes(geometry: Geometry) -> int:
 
 def _table_bytes(geometry: Geometry, index: IndexPlan) -> int:
     pairs = geometry.num_layers * geometry.num_kv_heads
-    tables = TABLE_BYTES_PER_PAGE + SPAN_TABLE_BYTES_PER_PAIR * pairs
+    marks = READ_MARK_BYTES * geometry.num_kv_heads
+    tables = TABLE_BYTES_PER_PAGE + marks + SPAN_TABLE_BYTES_PER_PAIR * pairs
     return geometry.mean_bytes + index.table_bytes(geometry) + tables + Staging.bytes_for(geometry, 1, 0)

@@ -213,6 +213,25 @@ def smooth_scores(rows, selected, bits, average, uses, priority, weights):
 
 
 @njit(
+    "void(uint16[:, ::1], uint32[:, ::1], int64[:], int64[:], int64, int64, int64[::1], uint32[::1])",
+    cache=True,
+)
+def page_places(place_of, page_crcs, heads, ordinals, begin, page_bytes, offsets, crcs):
+    """Look up where pages of one layer of a span lie.
+
+    Args:
+        place_of: [kv_head, page] uint16, the place of each page ordinal; page_crcs: [kv_head, place] uint32.
+        heads, ordinals: [n] int64; begin: where the layer begins in the file; page_bytes: between two places.
+        offsets: [n] int64, crcs: [n] uint32, results.
+    """
+    num_pages = place_of.shape[1]
+    for i in range(len(heads)):
+        place = np.int64(place_of[heads[i], ordinals[i]])
+        offsets[i] = begin + (heads[i] * num_pages + place) * page_bytes
+        crcs[i] = page_crcs[heads[i], place]
+
+
+@njit(
     "int64(int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64[::1], int64[:, ::1])",
     cache=True,
 )

@@ -429,19 +429,14 @@ class SpanFile:
                     self._direct_fd = self._fs.reopen(self.fd, os.O_RDONLY | os.O_DIRECT)
         return self._fs, self._direct_fd
 
-    def page_places(
-        self, layer: int, heads: Raw, ordinals: Raw
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
-        """Return where pages lie in the file ([n] bytes) and their CRC-32C ([n]), for pairs of KV head and page ordinal.
+    def layer_places(self, layer: int) -> tuple[Raw, Raw, int]:
+        """Return where the pages of a layer lie: the place of each page ordinal ([H, n] uint16), the CRC-32C at each place
+        ([H, n] uint32), and the byte where the places begin, head after head, ``stored_page_bytes`` apart.
 
         Raises: as ``tables``.
         """
-        header, tables = self.header, self.tables
-        places = tables.place_of[layer, heads, ordinals]
-        offsets: npt.NDArray[np.int64] = (
-            self._kv_offset(layer) + (heads * header.num_pages + places) * header.stored_page_bytes
-        )
-        return offsets, tables.page_crcs[layer, heads, places]
+        tables = self.tables
+        return tables.place_of[layer], tables.page_crcs[layer], self._kv_offset(layer)
 
     def open_pages(self, offsets: npt.NDArray[np.int64], rows: Bytes) -> npt.NDArray[np.bool_]:
         """Replace pages that are sealed by their plaintext.

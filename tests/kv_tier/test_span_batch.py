@@ -123,7 +123,7 @@ def test_pages_that_nobody_keeps_are_read(data_dir: DataDir) -> None:
 
 
 def flip(data_dir: DataDir, span: SpanFile, layer: int, head: int, ordinal: int) -> None:
-    offset = int(span.page_places(layer, np.array([head]), np.array([ordinal]))[0][0])
+    offset = int(span_batch.page_places(layer, want(span, [(head, ordinal)]))[0][0])
     fd = os.open(data_dir.span_path(span.span_id), os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, offset + 3)[0] ^ 4]), offset + 3)
     os.close(fd)
