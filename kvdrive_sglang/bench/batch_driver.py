@@ -65,9 +65,15 @@ def seal(inputs: Inputs, directory: Path, batch: int, pages_per_cluster: int) ->
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one decode step of the batch took: seconds, of these waiting for reads, and what was read."""
+    """What one decode step of the batch took, and what was read.
 
-    step_s: float
+    Attributes:
+        plan_s: before the first layer.
+        layers_s: in all layers; ``wait_s`` of it waiting for reads.
+    """
+
+    plan_s: float
+    layers_s: float
     wait_s: float
     bytes_read: int
     reads: int
@@ -163,16 +169,17 @@ class BatchSession:
         ]
         slots = torch.stack([pages[position // size] * size + position % size for pages in self.pages])
         planned = DecodeStep(store, rows, slots)
-        outs = []
+        outs, planned_at = [], time.perf_counter()
         for layer in range(geometry.num_layers):
             k, v = (t[layer][position].expand(self.batch, -1, -1) for t in (inputs.k, inputs.v))
             query = inputs.queries[layer][number, : self.batch]
             outs.append(planned.attend(layer, query, k, v, self.scale))
-        step_s = time.perf_counter() - begin
+        end = time.perf_counter()
         assert all(row.state.failure is None for row in rows), [row.state.failure for row in rows]
         self.position += 1
         cost = StepCost(
-            step_s,
+            planned_at - begin,
+            end - planned_at,
             (fetcher.waited_ns - waited_ns) / 1e9,
             counters.bytes_read - num_bytes,
             counters.reads - reads,

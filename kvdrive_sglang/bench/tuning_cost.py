@@ -95,7 +95,7 @@ class StoreCost:
         with torch.inference_mode():
             for _ in range(ROUNDS):
                 session.restart()
-                rounds.append([session.step(pipeline)[1].step_s for _ in range(self.inputs.num_steps)])
+                rounds.append([session.step(pipeline)[1].layers_s for _ in range(self.inputs.num_steps)])
         return mean(min(times) for times in list(zip(*rounds, strict=True))[FIRST_STEPS:])
 
     def _open(self, settings: Settings) -> BatchSession:

@@ -50,7 +50,7 @@ def test_rows_and_summary_of_a_small_run(session: BatchSession, monkeypatch: pyt
     assert [(row["load"], row["mode"]) for row in rows] == [
         (load, mode)
         for load in ("hits 0.8", "first step")
-        for mode in ("sequential", "at once", "pipelined", "default")
+        for mode in ("sequential", "at once", "four parts", "pipelined")
     ]
     assert {row["micro_batch"] for row in rows} == {0, 1, 3}
     assert all(row["ms_per_token"] > row["wait_ms"] >= 0 for row in rows)
