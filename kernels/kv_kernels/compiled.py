@@ -10,61 +10,57 @@ from numba import njit
 ABSENT = -1
 
 
-@njit("float32(float32[::1], int64)", cache=True)
-def _kth_largest(work, k):
-    """Return the k-th largest of `work`, which is reordered (Hoare's selection)."""
-    low, high, place = 0, len(work) - 1, k - 1
+@njit("int32(int32[::1], int64, int64, int64)", cache=True)
+def _kth_largest(keys, k, low, high):
+    """Return the k-th largest key, which lies in [low, high]: halve the range and count what is above, which takes vector
+    instructions and no branch that could be guessed wrong."""
     while low < high:
-        pivot = work[(low + high) // 2]
-        i, j = low, high
-        while i <= j:
-            while work[i] > pivot:
-                i += 1
-            while work[j] < pivot:
-                j -= 1
-            if i <= j:
-                work[i], work[j] = work[j], work[i]
-                i += 1
-                j -= 1
-        if place <= j:
-            high = j
-        elif place >= i:
-            low = i
+        middle = (low + high + 1) >> 1
+        least, count = np.int32(middle), np.int32(0)
+        for i in range(len(keys)):
+            count = np.int32(count + np.int32(keys[i] >= least))
+        if count >= k:
+            low = middle
         else:
-            break
-    return work[place]
+            high = middle - 1
+    return np.int32(low)
 
 
 @njit("void(float32[:, ::1], int64[:, ::1])", cache=True)
 def topk(scores, chosen):
-    """Fill `chosen` ([row, k] int64) with the best pages of `scores` ([row, page] float32): see `ref.topk_pages`."""
+    """Fill `chosen` ([row, k] int64) with the best pages of `scores` ([row, page] float32): see `ref.topk_pages`.
+
+    A float's bits are an integer that grows with it, once those of negative ones are turned around: its key.
+    """
     num_rows, n = scores.shape
     k = chosen.shape[1]
-    work = np.empty(n, dtype=np.float32)
+    bits = scores.view(np.int32)
+    keys = np.empty(n, dtype=np.int32)
+    places = np.empty(n + 1, dtype=np.int64)
+    minus_zero, absent = np.int32(-0x80000000), np.int32(-0x7F800001)  # bits of -0.0, key of -inf
     for r in range(num_rows):
-        row = scores[r]
-        m = 0
+        row = bits[r]
+        low, high, num_scored = np.int32(0x7FFFFFFF), absent, np.int32(0)
         for i in range(n):
-            if row[i] != -np.inf:
-                work[m] = row[i]
-                m += 1
-        if m > k:
-            border = _kth_largest(work[:m], k)
-            num_above = 0
+            b = row[i] if row[i] != minus_zero else np.int32(0)
+            key = np.int32(b ^ ((b >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+            keys[i] = key
+            num_scored = np.int32(num_scored + np.int32(key > absent))
+            low, high = min(low, key), max(high, key)
+        border, num_equal = absent, 0
+        if num_scored > k:
+            border = _kth_largest(keys, k, max(np.int64(low), np.int64(absent) + 1), np.int64(high))
+            num_above = np.int32(0)
             for i in range(n):
-                num_above += row[i] > border
+                num_above = np.int32(num_above + np.int32(keys[i] > border))
             num_equal = k - num_above
-        else:
-            border, num_equal = np.float32(-np.inf), 0
         place = 0
-        for i in range(n):
-            take = row[i] > border
-            if row[i] == border and num_equal > 0:
-                take = True
-                num_equal -= 1
-            if take:
-                chosen[r, place] = i
-                place += 1
+        for i in range(n):  # a page that is not taken is overwritten by the next one
+            places[place] = i
+            place += keys[i] > border or (keys[i] == border and num_equal > 0)
+            num_equal -= keys[i] == border
+        for i in range(place):
+            chosen[r, i] = places[i]
         for i in range(place, k):
             chosen[r, i] = -1
 

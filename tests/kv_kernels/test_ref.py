@@ -46,6 +46,12 @@ def test_topk_against_python(values: list[int], data: st.DataObject) -> None:
     assert cpu.topk_pages(scores, num).tolist() == expected
 
 
+@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=60), st.data())
+def test_topk_of_any_floats(values: list[float], data: st.DataObject) -> None:
+    scores, num = torch.tensor([values, values[::-1]]), data.draw(st.integers(1, len(values)))
+    assert torch.equal(cpu.topk_pages(scores, num), ref.topk_pages(scores, num))
+
+
 def test_topk_with_a_budget_per_row() -> None:
     scores = torch.tensor(
         [[[1.0, 5.0, 3.0, 3.0], [4.0, -INF, 2.0, 3.0]], [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0]]]
