@@ -76,7 +76,9 @@ REAL_PROMPT, REAL_STEPS = 7504, 40
 SHAPE_PROMPT, SHAPE_STEPS, SHAPE_LAYERS, SHAPE_ALL_LAYERS = 32768, 40, 8, 32
 APPENDED = 20  # tokens of a sparse append after a resume
 LAYERWISE_STEPS = 12  # enough for its median: every step reads the same
-REPEATS, WRITE_REPEATS, READ_REPEATS = 2, 3, 9
+RUN_ORDER = (SETUPS[0], SETUPS[-1], *SETUPS[1:-1])  # what is compared runs next to each other
+REPEATS, READ_REPEATS = 3, 9
+WRITE_FLAGS = (os.O_DIRECT, 0, os.O_DIRECT, os.O_DIRECT)  # past the page cache and through it
 
 
 @dataclass
@@ -143,14 +145,16 @@ def measure(
     """Seal once, decode under every configuration in turn; returns the window hit rate of every (layer, KV head)."""
     progress(f"{sequence.name}: sealing {sequence.num_prompt} tokens")
     num_bytes, seconds = seal(sequence, directory)
-    raw_write = raw_write_rate(directory)
+    span_write, raw_write = write_rates(sequence, directory)
     summary[f"{sequence.name}_seal_over_raw"] = num_bytes / seconds / raw_write
-    summary[f"{sequence.name}_write_over_raw"] = span_write_rate(sequence, directory) / raw_write
+    summary[f"{sequence.name}_write_over_raw"] = span_write / raw_write
     costs: dict[str, list[Costs]] = {setup.name: [] for setup in SETUPS}
     outputs: dict[str, torch.Tensor] = {}
     rates = np.zeros(0)
     for repeat in range(repeats):
-        for setup in SETUPS:
+        for setup in RUN_ORDER:
+            if setup.mode == "layerwise" and repeat:
+                continue  # it takes longest, and its bytes never change
             progress(f"{sequence.name}: {setup.name} ({repeat + 1} of {repeats})")
             session, out = decode(sequence, directory, setup)
             costs[setup.name].append(session.costs)
@@ -238,13 +242,16 @@ def summarise(name: str, costs: dict[str, list[Costs]], summary: dict[str, Any])
     def mean_after(setup: str, values: Callable[[Costs], Sequence[float]]) -> float:
         return float(np.mean([v for c in costs[setup] for v in values(c)[FIRST_STEPS:]]))
 
-    def median_after(setup: str) -> float:
-        return float(median([v for c in costs[setup] for v in c.step_s[FIRST_STEPS:]]))
+    def over(setup: str, base: str) -> float:
+        pairs = zip(costs[setup], costs[base], strict=True)  # of one repeat each
+        return float(
+            median(median(c.step_s[FIRST_STEPS:]) / median(b.step_s[FIRST_STEPS:]) for c, b in pairs)
+        )
 
     def first_fetch(setup: str) -> float:
         return float(np.mean([v for c in costs[setup] for v in c.fetch_s[:FIRST_STEPS]]))
 
-    summary[f"{name}_balanced_over_dram_ms"] = median_after("balanced") / median_after(DRAM.name)
+    summary[f"{name}_balanced_over_dram_ms"] = over("balanced", DRAM.name)
     layerwise, blockwise = (mean_after(m, lambda c: c.bytes_read) for m in ("layerwise", "blockwise"))
     summary[f"{name}_layerwise_over_blockwise_bytes"] = layerwise / max(1.0, blockwise)
     summary[f"{name}_warmup_gain"] = first_fetch("balanced, cold") / first_fetch("balanced")
@@ -253,55 +260,66 @@ def summarise(name: str, costs: dict[str, list[Costs]], summary: dict[str, Any])
 # ---- the disk ---------------------------------------------------------------------------------------------------
 
 
-def raw_write_rate(directory: Path, num_bytes: int = 256 << 20) -> float:
-    """Return the best bytes per second of writing one file front to back, flush included: past the cache and through it."""
-    rates = []
+def write_rates(sequence: Subject, directory: Path) -> tuple[float, float]:
+    """Return the best bytes per second of writing span files that are packed already (checksums, file, flush, rename), and of
+    writing one file front to back, in turn."""
+    spans, raw = [], []
+    with open_session(sequence, directory / "write", DRAM) as session:
+        jobs = packed_spans(session, sequence)
+        for flags in WRITE_FLAGS:
+            with contextlib.suppress(OSError):  # a file system without direct I/O
+                raw.append(raw_write_rate(directory, flags))
+            spans.append(span_write_rate(session, jobs))
+    return max(spans), max(raw)
+
+
+def packed_spans(session: TierSession, sequence: Subject) -> list[SealJob]:
+    """Seal a few stretches; returns what was to be written."""
+    jobs: list[SealJob] = []
+    submit = session.spans.submit
+
+    def remember(job: SealJob) -> None:
+        jobs.append(job)
+        submit(job)
+
+    session.spans.submit = remember  # type: ignore[method-assign]
+    session.num_prompt = 4 * sequence.geometry.stretch_tokens
+    session.seal(sequence.layers)
+    return jobs
+
+
+def span_write_rate(session: TierSession, jobs: Sequence[SealJob]) -> float:
+    seconds, num_bytes = 0.0, 0
+    for job in jobs:
+        header = session.spans._header(job)
+        begin = time.perf_counter()
+        span = write_span(session.data_dir, header.sequence, header, job.parts)
+        seconds += time.perf_counter() - begin
+        num_bytes += header.file_bytes
+        span.unlink()
+        span.close()
+    return num_bytes / seconds
+
+
+def raw_write_rate(directory: Path, flags: int, num_bytes: int = 256 << 20) -> float:
+    """Write a file front to back, flush included; ``flags`` to open it with.
+
+    Raises:
+        OSError: the file system does not take such a file.
+    """
     block = aligned_bytes(4 << 20)
     block[:] = np.random.default_rng(0).integers(0, 256, len(block), dtype=np.uint8)
-    for flags in (os.O_DIRECT, 0, *[os.O_DIRECT] * (WRITE_REPEATS - 2)):
-        path = directory / "raw"
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600)
-        except OSError:
-            continue  # a file system without direct I/O
-        try:
-            begin = time.perf_counter()
-            for offset in range(0, num_bytes, len(block)):
-                os.pwrite(fd, block.data, offset)
-            os.fsync(fd)
-            rates.append(num_bytes / (time.perf_counter() - begin))
-        finally:
-            os.close(fd)
-            path.unlink()
-    return max(rates)
-
-
-def span_write_rate(sequence: Subject, directory: Path) -> float:
-    """Return the best bytes per second of writing span files that are packed already: checksums, file, flush, rename."""
-    with open_session(sequence, directory / "write", DRAM) as session:
-        jobs: list[SealJob] = []
-        submit = session.spans.submit
-
-        def remember(job: SealJob) -> None:
-            jobs.append(job)
-            submit(job)
-
-        session.spans.submit = remember  # type: ignore[method-assign]
-        session.num_prompt = 4 * sequence.geometry.stretch_tokens
-        session.seal(sequence.layers)
-        rates = []
-        for _ in range(WRITE_REPEATS):
-            seconds, num_bytes = 0.0, 0
-            for job in jobs:
-                header = session.spans._header(job)
-                begin = time.perf_counter()
-                span = write_span(session.data_dir, header.sequence, header, job.parts)
-                seconds += time.perf_counter() - begin
-                num_bytes += header.file_bytes
-                span.unlink()
-                span.close()
-            rates.append(num_bytes / seconds)
-    return max(rates)
+    path = directory / "raw"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600)
+    try:
+        begin = time.perf_counter()
+        for offset in range(0, num_bytes, len(block)):
+            os.pwrite(fd, block.data, offset)
+        os.fsync(fd)
+        return num_bytes / (time.perf_counter() - begin)
+    finally:
+        os.close(fd)
+        path.unlink()
 
 
 def append_read_over_selected(sequence: Subject, directory: Path) -> float:
