@@ -44,7 +44,7 @@ from kv_tier.meta.span_io import Bytes, bytes_of, check_array, inverse, naming, 
 from kv_tier.meta.span_reader import SpanFile
 
 CHUNK_BYTES = 64 << 20
-_beside = ThreadPoolExecutor(1, thread_name_prefix="kvdrive-crc")
+_beside = ThreadPoolExecutor(1, thread_name_prefix="kvdrive-beside")
 _NO_UNLINKED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
@@ -193,20 +193,53 @@ def _write_parts(
     key: DataKey | None,
     data_dir: DataDir | None,
 ) -> SpanFile:
-    """Write KV, then all that is before it in one piece; return the span reading through ``fd``."""
+    """Write KV, then all that is before it in one piece; return the span reading through ``fd``.
+
+    KV in one array of aligned memory goes to the disk past the page cache, while the front is prepared.
+    """
     assert header.encrypted == (key is not None), header.encrypted
     cipher = None if key is None else SpanCipher(key.key, header.associated)
+    assert header.problem() is None, header.problem()
     tokens, keys = np.array(parts.tokens, dtype=np.uint32), list(parts.keys)
-    _check_parts(header, parts, tokens, keys)
     sections = plan_sections(header)
+    section = sections[SectionType.KV]
     kv = parts.kv if cipher is None else _sealed(header, parts.kv, cipher)
-    page_crcs, layer_crcs = _write_kv(fs, fd, path, header, kv, sections[SectionType.KV])
+    if isinstance(kv, np.ndarray) and kv.flags.c_contiguous and kv.ctypes.data % ALIGNMENT == 0:
+        data = kv.reshape(-1).view(np.uint8)
+        prepare = partial(_front, header, sections, parts, tokens, keys, kv, cipher)
+        front = _write_past_cache(fs, fd, path, data, section.offset, section.end, prepare)
+    else:
+        layers = _written(fs, fd, path, header, kv, section)
+        front = _front(header, sections, parts, tokens, keys, layers, cipher)
+    _write_past_cache(fs, fd, path, front, 0, len(front))
+    dir_fds = (None, None) if data_dir is None else (data_dir.spans_fd, data_dir.keys_fd)
+    span = SpanFile(path, fd, header, sections, tokens, keys, dir_fds=dir_fds, cipher=cipher, fs=fs)
+    span.sketch_digest = parts.sketch_digest
+    return span
+
+
+def _front(
+    header: SpanHeader,
+    sections: dict[int, Section],
+    parts: SpanParts,
+    tokens: Raw,
+    keys: Sequence[bytes],
+    layers: Iterable[Raw],
+    cipher: SpanCipher | None,
+) -> Bytes:
+    """Return the header and all sections before KV, [bytes up to KV] in aligned memory.
+
+    Args:
+        sections: planned; get their checksums.
+        layers: the KV of each layer as it is in the file, for its checksums.
+    """
+    _check_parts(header, parts, tokens, keys)
     arrays: dict[int, list[Raw]] = {
         SectionType.TOKENS: [tokens],
         SectionType.KEYS: [np.frombuffer(b"".join(keys), np.uint8)],
         SectionType.MEANS: [parts.means],
         SectionType.LAYOUT: [parts.order, parts.clusters],
-        SectionType.CHECKSUMS: [page_crcs, layer_crcs],
+        SectionType.CHECKSUMS: list(_checksums(header, layers)),
     }
     if parts.centroids is not None:
         arrays[SectionType.CENTROIDS] = [parts.centroids]
@@ -223,11 +256,7 @@ def _write_parts(
         sections[kind] = section = with_crc(sections[kind], data)
         front[section.offset : section.offset + section.length] = np.concatenate(data)
     front[:BLOCK_BYTES] = np.frombuffer(encode_header(header, sections), np.uint8)
-    _write_past_cache(fs, fd, path, front, 0, len(front))
-    dir_fds = (None, None) if data_dir is None else (data_dir.spans_fd, data_dir.keys_fd)
-    span = SpanFile(path, fd, header, sections, tokens, keys, dir_fds=dir_fds, cipher=cipher, fs=fs)
-    span.sketch_digest = parts.sketch_digest
-    return span
+    return front
 
 
 def _sealed(header: SpanHeader, kv: Iterable[Raw], cipher: SpanCipher) -> Iterator[Raw]:
@@ -257,29 +286,16 @@ def write_wrap(data_dir: DataDir, span_id: int, wrap: bytes, *, fs: FileSystem =
         fs.fsync_dir(data_dir.keys_fd)
 
 
-def _write_kv(
+def _written(
     fs: FileSystem, fd: int, path: Path, header: SpanHeader, kv: Iterable[Raw], section: Section
-) -> tuple[Raw, Raw]:
-    """Write all layers and the padding; return [num_extents] page and [L] layer checksums.
-
-    One array in aligned memory goes to the disk past the page cache, while its checksums are computed.
-    """
-    if isinstance(kv, np.ndarray) and kv.flags.c_contiguous and kv.ctypes.data % ALIGNMENT == 0:
-        data = kv.reshape(-1).view(np.uint8)
-        checksums = partial(_checksums, header, kv)
-        page_crcs, layer_crcs = _write_past_cache(fs, fd, path, data, section.offset, section.end, checksums)
-        return page_crcs, layer_crcs
-
-    def write_each() -> Iterator[Raw]:
-        for number, layer in enumerate(kv):
-            offset = section.offset + number * header.layer_bytes
-            write_all(fs, fd, path, layer.reshape(-1).view(np.uint8), offset)
-            yield layer
-
-    crcs = _checksums(header, write_each())
+) -> Iterator[Raw]:
+    """Write every layer through the page cache before it is handed out, and the padding last."""
+    for number, layer in enumerate(kv):
+        offset = section.offset + number * header.layer_bytes
+        write_all(fs, fd, path, layer.reshape(-1).view(np.uint8), offset)
+        yield layer
     end = section.offset + section.length
     write_all(fs, fd, path, np.zeros(section.end - end, np.uint8), end)
-    return crcs
 
 
 def _checksums(header: SpanHeader, layers: Iterable[Raw]) -> tuple[Raw, Raw]:
@@ -312,7 +328,7 @@ def _write_past_cache(
     whole = len(data) // ALIGNMENT * ALIGNMENT
     done = 0
     direct = fs.set_direct(fd, True)
-    # checksums keep the interpreter locked: nothing that gives the lock away may come between this and a write
+    # what is beside keeps the interpreter locked: nothing that gives the lock away may come between this and a write
     result = None if beside is None else _beside.submit(beside)
     if direct:
         try:
@@ -338,7 +354,6 @@ def _write_past_cache(
 def _check_parts(header: SpanHeader, parts: SpanParts, tokens: Raw, keys: Sequence[bytes]) -> None:
     """Assert that the arrays fit the header, and the keys the tokens."""
     pages = (header.num_layers, header.num_kv_heads, header.num_pages)
-    assert header.problem() is None, header.problem()
     assert tokens.shape == (header.num_pages, header.page_size), tokens.shape
     assert [len(key) for key in keys] == [KEY_BYTES] * header.num_pages, [len(key) for key in keys]
     problem = key_chain_problem(header, tokens, keys)

@@ -12,6 +12,7 @@ from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import CorruptExtentError
 from kv_tier.meta.kv_codec import KvEncoding, decode_pages, encode_pages
 from kv_tier.meta.page_keys import page_keys
+from kv_tier.meta.read_engine import aligned_bytes
 from kv_tier.meta.span_file import SpanFile, SpanParts
 from kv_tier.spans import Identity, SealJob, SpanStore
 from tests.kv_tier.meta.span_samples import read_pages
@@ -52,11 +53,11 @@ def parts_of(tokens: list[int], begin: int, end: int) -> SpanParts:
     keys = keys_of(tokens)[begin:end]
     pages = np.array(tokens[begin * g.page_size : end * g.page_size], np.uint32).reshape(n, g.page_size)
     order = np.broadcast_to(np.arange(n, dtype=np.uint16)[::-1], (g.num_layers, g.num_kv_heads, n))
-    kv = np.stack([kv_of(key) for key in reversed(keys)], axis=2)
+    pages_kv = np.stack([kv_of(key) for key in reversed(keys)], axis=2)
+    kv = aligned_bytes(pages_kv.nbytes).view(pages_kv.dtype).reshape(pages_kv.shape)  # as the store packs it
+    kv[:] = pages_kv
     means = np.zeros((g.num_layers, g.num_kv_heads, n, g.head_dim), np.uint16)
-    return SpanParts(
-        pages, keys, means, np.ascontiguousarray(order), np.zeros_like(order), np.ascontiguousarray(kv)
-    )
+    return SpanParts(pages, keys, means, np.ascontiguousarray(order), np.zeros_like(order), kv)
 
 
 def open_store(data_dir: DataDir, **settings: Any) -> SpanStore:
