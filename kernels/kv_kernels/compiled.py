@@ -5,7 +5,8 @@ not writable.
 """
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 ABSENT = -1
 
@@ -320,27 +321,32 @@ def _read_codes(packed, weights, logits):
                 out[c] = out[c] + a * low + b * high + e * more + f * most
 
 
-@njit(fastmath={"contract"}, error_model="numpy")
-def _powers(logits, top, exponents, scaled, powers):
-    """Fill `powers` with 2 ** (logits - top), no exponent above 0.
+@intrinsic
+def _as_float(context, bits):
+    """Return the float32 that has the bits of an int32, or, of a uint16, of a bfloat16."""
 
-    A power is a power of two, made from an exponent's bits (`exponents`, int32, seen as float32 through `scaled`), times a
-    polynomial of the rest.
-    """
-    for c in range(len(logits)):
-        x = logits[c] - top
-        x = x if x > np.float32(-125) else np.float32(-125)
-        k = np.int32(x - np.float32(0.5))
-        f = x - np.float32(k)
-        y = np.float32(1.5403530e-4) * f + np.float32(1.3333558e-3)
-        y = y * f + np.float32(9.6181291e-3)
-        y = y * f + np.float32(5.5504109e-2)
-        y = y * f + np.float32(2.4022651e-1)
-        y = y * f + np.float32(6.9314718e-1)
-        powers[c] = y * f + np.float32(1)
-        exponents[c] = (k + np.int32(127)) << np.int32(23)
-    for c in range(len(logits)):
-        powers[c] *= scaled[c]
+    def generate(context, builder, signature, args):
+        (wide,) = args
+        if bits == types.uint16:  # bfloat16 is the upper half of float32
+            int32 = context.get_value_type(types.int32)
+            wide = builder.shl(builder.zext(wide, int32), int32(16))
+        return builder.bitcast(wide, context.get_value_type(types.float32))
+
+    return types.float32(bits), generate
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _power(x):
+    """Return 2 ** x for an exponent that is not above 0: a power of two, made from its bits, times a polynomial of the rest."""
+    x = x if x > np.float32(-125) else np.float32(-125)
+    k = np.int32(x - np.float32(0.5))
+    f = x - np.float32(k)
+    y = np.float32(1.5403530e-4) * f + np.float32(1.3333558e-3)
+    y = y * f + np.float32(9.6181291e-3)
+    y = y * f + np.float32(5.5504109e-2)
+    y = y * f + np.float32(2.4022651e-1)
+    y = y * f + np.float32(6.9314718e-1)
+    return (y * f + np.float32(1)) * _as_float(np.int32((k + np.int32(127)) << np.int32(23)))
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
@@ -377,8 +383,6 @@ def sketch_score(weights, blocks, scores):
     logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
     sums = np.empty((num_blocks, 16), dtype=np.float32)
     masses = np.empty((num_blocks, 16), dtype=np.float32)
-    exponents = np.empty(width, dtype=np.int32)
-    scaled = exponents.view(np.float32)
     powers = np.empty(width, dtype=np.float32)
     best = np.empty(width, dtype=np.float32)
     lanes = np.empty(16, dtype=np.float32)
@@ -397,7 +401,9 @@ def sketch_score(weights, blocks, scores):
                 top = _largest(logits, g, best)
                 lanes[:] = np.float32(0)
                 for b in range(num_blocks):
-                    _powers(logits[b, g], top, exponents, scaled, powers)
+                    row = logits[b, g]
+                    for c in range(width):
+                        powers[c] = _power(row[c] - top)
                     sums[b] = np.float32(0)
                     for i in range(0, width, 16):
                         for c in range(16):
@@ -417,29 +423,38 @@ def sketch_score(weights, blocks, scores):
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
-def _read_means(block, weights, wide, means, logits):
-    """Fill `logits` ([row, column] float32) with the products of `weights` ([row, dim] float32) and `block` ([dim, column]).
+def _read_means(block, weights, first, logits):
+    """Fill `logits` ([4, column] float32) with the products of `block` ([dim, column]) and the rows of `weights` ([row, dim]
+    float32) from `first` on; rows past the last one repeat it.
 
-    Four dimensions at a time are widened into `wide` ([4, column] int32, seen as float32 through `means`): a sum of four
-    products per load and store.
+    Four dimensions by four rows at a time: what is loaded and widened is used four times, so that most of the work is
+    multiplication.
     """
     dim, width = block.shape
-    shift = np.int32(32 - 8 * block.itemsize)  # bfloat16 is the upper half of float32
-    wide0, wide1, wide2, wide3 = wide[0], wide[1], wide[2], wide[3]
-    mean0, mean1, mean2, mean3 = means[0], means[1], means[2], means[3]
+    last = len(weights) - 1
+    a, b, c, d = (
+        weights[first],
+        weights[min(first + 1, last)],
+        weights[min(first + 2, last)],
+        weights[min(first + 3, last)],
+    )
+    out0, out1, out2, out3 = logits[0], logits[1], logits[2], logits[3]
     logits[:] = np.float32(0)
-    for d in range(0, dim, 4):
-        bits0, bits1, bits2, bits3 = block[d], block[d + 1], block[d + 2], block[d + 3]
-        for c in range(width):
-            wide0[c] = np.int32(bits0[c]) << shift
-            wide1[c] = np.int32(bits1[c]) << shift
-            wide2[c] = np.int32(bits2[c]) << shift
-            wide3[c] = np.int32(bits3[c]) << shift
-        for g in range(len(logits)):
-            out, w = logits[g], weights[g]
-            a0, a1, a2, a3 = w[d], w[d + 1], w[d + 2], w[d + 3]
-            for c in range(width):
-                out[c] = out[c] + a0 * mean0[c] + a1 * mean1[c] + a2 * mean2[c] + a3 * mean3[c]
+    for i in range(0, dim, 4):
+        bits0, bits1, bits2, bits3 = block[i], block[i + 1], block[i + 2], block[i + 3]
+        a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
+        b0, b1, b2, b3 = b[i], b[i + 1], b[i + 2], b[i + 3]
+        c0, c1, c2, c3 = c[i], c[i + 1], c[i + 2], c[i + 3]
+        d0, d1, d2, d3 = d[i], d[i + 1], d[i + 2], d[i + 3]
+        for p in range(width):
+            m0 = _as_float(bits0[p])
+            m1 = _as_float(bits1[p])
+            m2 = _as_float(bits2[p])
+            m3 = _as_float(bits3[p])
+            out0[p] = out0[p] + a0 * m0 + a1 * m1 + a2 * m2 + a3 * m3
+            out1[p] = out1[p] + b0 * m0 + b1 * m1 + b2 * m2 + b3 * m3
+            out2[p] = out2[p] + c0 * m0 + c1 * m1 + c2 * m2 + c3 * m3
+            out3[p] = out3[p] + d0 * m0 + d1 * m1 + d2 * m2 + d3 * m3
 
 
 @njit(
@@ -461,23 +476,17 @@ def mean_score(weights, blocks, scores):
     num_heads, _, _, width = blocks.shape
     group, num_pages = weights.shape[1], scores.shape[1]
     num_blocks = (num_pages + width - 1) // width
-    chunk = min(group, 9)
-    logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
+    logits = np.empty((num_blocks, 4, width), dtype=np.float32)
     masses = np.empty((num_blocks, width), dtype=np.float32)
-    wide = np.empty((4, width), dtype=np.int32)
-    means = wide.view(np.float32)
-    exponents = np.empty(width, dtype=np.int32)
-    scaled = exponents.view(np.float32)
     powers = np.empty((num_blocks, width), dtype=np.float32)
     best = np.empty(width, dtype=np.float32)
     lanes = np.empty(width, dtype=np.float32)
     for h in range(num_heads):
         masses[:] = np.float32(0)
-        for begin in range(0, group, chunk):
-            rows = min(chunk, group - begin)
+        for begin in range(0, group, 4):
             for b in range(num_blocks):
-                _read_means(blocks[h, b], weights[h, begin : begin + rows], wide, means, logits[b, :rows])
-            for g in range(rows):
+                _read_means(blocks[h, b], weights[h], begin, logits[b])
+            for g in range(min(4, group - begin)):
                 last = logits[num_blocks - 1, g]
                 for c in range(
                     (num_pages - 1) % width + 1, width
@@ -486,9 +495,11 @@ def mean_score(weights, blocks, scores):
                 top = _largest(logits, g, best)
                 lanes[:] = np.float32(0)
                 for b in range(num_blocks):
-                    _powers(logits[b, g], top, exponents, scaled, powers[b])
+                    row, out = logits[b, g], powers[b]
                     for c in range(width):
-                        lanes[c] += powers[b, c]
+                        power = _power(row[c] - top)
+                        out[c] = power
+                        lanes[c] += power
                 total = np.float32(0)
                 for c in range(width):
                     total += lanes[c]

@@ -9,7 +9,7 @@ from kv_kernels import compiled
 LOG2_E = math.log2(math.e)
 BLOCK_PAGES = 16  # pages that a sketch's block holds side by side: a register of float32
 MEAN_BLOCK_PAGES = (
-    64  # pages that a block of means holds side by side: what is read at once stays in the nearest cache
+    128  # pages that a block of means holds side by side: what is read at once stays in the nearest cache
 )
 
 
@@ -40,8 +40,8 @@ def mean_blocks(num_heads: int, num_pages: int, head_dim: int, dtype: torch.dtyp
     """Return room for page means, for `mean_put` and `mean_block_score`.
 
     Returns:
-        [kv_head, ceil(num_pages / 64), head_dim, 64], bfloat16 for bfloat16 means and float32 for others: dimension d of the
-        mean of page p is at [:, p // 64, d, p % 64]. The dimensions are filled up with zeros to a multiple of four.
+        [kv_head, ceil(num_pages / 128), head_dim, 128], bfloat16 for bfloat16 means and float32 for others: dimension d of the
+        mean of page p is at [:, p // 128, d, p % 128]. The dimensions are filled up with zeros to a multiple of four.
     """
     blocks, dims = -(-num_pages // MEAN_BLOCK_PAGES), -(-head_dim // 4) * 4
     kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -625,6 +625,7 @@ def _stages(rows: Rows, key: str, xlabel: str, title: str) -> Iterator[Plot]:
 
 COSTS: Final = {
     "ms_per_token": ("Time per token, by fetch mode", "ms per token"),
+    "attention_ms": ("Time of attention per token, by fetch mode", "ms per token"),
     "fetch_ms": ("Time that a step waits for KV, by fetch mode", "ms per token"),
     "first_fetch_ms": ("Waiting in the first steps: with and without warm-up", "ms per token"),
     "kib_per_token": ("KV read per token, by fetch mode", "KiB per token"),

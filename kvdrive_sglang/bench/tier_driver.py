@@ -53,9 +53,10 @@ class Setup:
 
 @dataclass
 class Costs:
-    """What each step took, in order: seconds and bytes, and what was read."""
+    """What each step took, in order: seconds, of fetching, of attention that fetches, of all; bytes and reads."""
 
     fetch_s: list[float] = field(default_factory=list)
+    attention_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     bytes_read: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
@@ -108,9 +109,9 @@ class TierSession:
         self.pages = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.num_tokens = 0
         self.costs = Costs()
-        self._fetch_s = 0.0
+        self._spent_s = {"fetch": 0.0, "attention": 0.0}
         for name in ("start", "finish", "look_ahead"):
-            self._time(self.store.fetcher, name)
+            self._time(self.store.fetcher, name, "fetch")
 
     def __enter__(self) -> Self:
         return self
@@ -121,14 +122,14 @@ class TierSession:
         self.store.close()
         self.data_dir.close()
 
-    def _time(self, owner: Any, name: str) -> None:
-        """Add the time of every call of a method to the step's fetch time."""
+    def _time(self, owner: Any, name: str, what: str) -> None:
+        """Add the time of every call of a method to what the step spends on fetching or attention."""
         method = getattr(owner, name)
 
         def timed(*args: Any) -> Any:
             begin = time.perf_counter()
             result = method(*args)
-            self._fetch_s += time.perf_counter() - begin
+            self._spent_s[what] += time.perf_counter() - begin
             return result
 
         setattr(owner, name, timed)
@@ -203,16 +204,19 @@ class TierSession:
         row = self.row(position, position + 1)
         counters = self.store.counters
         self._before = (time.perf_counter(), counters.bytes_read, counters.reads)
-        self._fetch_s = 0.0
+        self._spent_s = dict.fromkeys(self._spent_s, 0.0)
         slots = row.pages[-1:] * size + position % size
-        return DecodeStep(self.store, [row], slots)
+        step = DecodeStep(self.store, [row], slots)
+        self._time(step, "attend", "attention")
+        return step
 
     def end_step(self) -> None:
         """Note what the step cost."""
         begin, num_bytes, reads = self._before
         counters = self.store.counters
         self.costs.step_s.append(time.perf_counter() - begin)
-        self.costs.fetch_s.append(self._fetch_s)
+        self.costs.fetch_s.append(self._spent_s["fetch"])
+        self.costs.attention_s.append(self._spent_s["attention"])
         self.costs.bytes_read.append(counters.bytes_read - num_bytes)
         self.costs.reads.append(counters.reads - reads)
         self.num_tokens += 1

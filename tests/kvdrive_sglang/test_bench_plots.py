@@ -51,7 +51,7 @@ SHOWN = {  # words that the texts of a benchmark's plots must hold: axes, units,
     "pipeline": {"batch 4", "sequential", "pipelined", "ms per token of each request"},
 }
 COUNTS = {"exactness": 2, "decode": 7, "resume": 1, "prefill": 1, "fidelity": 3}
-COUNTS |= {"cache": 8, "tiers": 5, "cold": 1, "pipeline": 3}
+COUNTS |= {"cache": 8, "tiers": 6, "cold": 1, "pipeline": 3}
 STRANGE: list[Any] = [None, "x", True, float("nan"), float("inf"), 0, -1.0, [1], {}, 1e300, 10**400]
 
 

@@ -138,6 +138,7 @@ def tiers() -> tuple[list[dict[str, Any]], dict[str, Any]]:
             ("balanced", 8.0, 1900.0, 48.0, 88.0),
         ):
             figures = {"ms_per_token": ms * scale, "fetch_ms": fetch_ms * scale, "kib_per_token": kib * scale}
+            figures["attention_ms"] = (ms - 50.0) * scale
             first = {"first_fetch_ms": 3 * fetch_ms * scale, "kib_per_read": per_read}
             rows.append({"sequence": sequence, "configuration": configuration, **figures, **first})
     return rows, {"layerwise_over_blockwise_bytes": 42.0, "ssd_over_dram_ms": 1.1, "read_over_raw": 0.8}
