@@ -251,6 +251,9 @@ class RingEngine:
         self._cq_head = np.frombuffer(self._cq_map, np.uint32, 1, cq[0])
         self._cq_tail = np.frombuffer(self._cq_map, np.uint32, 1, cq[1])
         self._sqes = np.frombuffer(self._sqe_map, _SQE, self.entries)
+        self._draft = np.zeros(self.entries, _SQE)
+        self._draft["opcode"] = _OP_READ
+        self._numbers = np.arange(self.entries)
         self._cqes = np.frombuffer(self._cq_map, _CQE, cq_entries, cq[5])
 
     def _call(self, number: int, *args: Any) -> int:
@@ -265,12 +268,14 @@ class RingEngine:
     def start(self, batch: ReadBatch) -> None:
         number = self._number = (self._number + 1) % 2**31
         self._batches[number] = _Pending(batch, len(batch))
-        ours = np.array([fs is REAL for fs, _ in batch.files], bool)[batch.file_of]
+        todo = np.arange(len(batch))
+        if not all(fs is REAL for fs, _ in batch.files):
+            ours = np.array([fs is REAL for fs, _ in batch.files], bool)[batch.file_of]
+            for other in todo[~ours].tolist():
+                batch.read_one(other)
+                self._batches[number].left -= 1
+            todo = todo[ours]
         fds = np.array([fd for _, fd in batch.files], np.int32)[batch.file_of]
-        for other in np.flatnonzero(~ours).tolist():
-            batch.read_one(other)
-            self._batches[number].left -= 1
-        todo = np.flatnonzero(ours)
         base = batch.buffer.ctypes.data
         while len(todo):
             room = self.entries - self._in_flight
@@ -278,16 +283,15 @@ class RingEngine:
                 self._reap(1)
                 continue
             now, todo = todo[:room], todo[room:]
-            at = (int(self._sq_tail[0]) + np.arange(len(now))) % self.entries
-            entries = np.zeros(len(now), _SQE)
-            entries["opcode"] = _OP_READ
+            tail = int(self._sq_tail[0])
+            entries = self._draft[: len(now)]
             entries["fd"] = fds[now]
             entries["off"] = batch.offsets[now]
             entries["addr"] = batch.at[now] + base
             entries["len"] = batch.lengths[now]
             entries["user_data"] = now + (number << 32)
-            self._sqes[at] = entries
-            self._sq_tail[0] = (int(self._sq_tail[0]) + len(now)) % 2**32
+            self._sqes[(tail + self._numbers[: len(now)]) % self.entries] = entries
+            self._sq_tail[0] = (tail + len(now)) % 2**32
             self._in_flight += len(now)
             if len(now) > INLINE_READS:
                 self._batches[number].submitted = self._submitter.submit(self._enter, len(now), 0)
@@ -319,8 +323,13 @@ class RingEngine:
         done = self._cqes[(head + np.arange(count)) % len(self._cqes)]
         self._cq_head[0] = tail
         self._in_flight -= count
-        owners = (done["user_data"] >> np.uint64(32)).astype(np.int64)
         indexes = (done["user_data"] & np.uint64(2**32 - 1)).astype(np.int64)
+        if len(self._batches) == 1:
+            (pending,) = self._batches.values()
+            pending.batch.results[indexes] = done["res"]
+            pending.left -= count
+            return
+        owners = (done["user_data"] >> np.uint64(32)).astype(np.int64)
         for number in np.unique(owners).tolist():
             mine = owners == number
             pending = self._batches[number]
