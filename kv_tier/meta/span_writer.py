@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,13 @@ from kv_tier.meta.span_io import Bytes, bytes_of, check_array, inverse, naming, 
 from kv_tier.meta.span_reader import SpanFile
 
 CHUNK_BYTES = 64 << 20
-_beside = ThreadPoolExecutor(1, thread_name_prefix="kvdrive-beside")
 _NO_UNLINKED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+@functools.cache
+def _beside(pid: int) -> ThreadPoolExecutor:
+    """Return the thread that prepares one thing while another is written; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(1, thread_name_prefix="kvdrive-beside")
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,7 @@ def _write_parts(
     kv = parts.kv if cipher is None else _sealed(header, parts.kv, cipher)
     if isinstance(kv, np.ndarray) and kv.flags.c_contiguous and kv.ctypes.data % ALIGNMENT == 0:
         data = kv.reshape(-1).view(np.uint8)
-        prepare = partial(_front, header, sections, parts, tokens, keys, kv, cipher)
+        prepare = functools.partial(_front, header, sections, parts, tokens, keys, kv, cipher)
         front = _write_past_cache(fs, fd, path, data, section.offset, section.end, prepare)
     else:
         layers = _written(fs, fd, path, header, kv, section)
@@ -329,7 +334,7 @@ def _write_past_cache(
     done = 0
     direct = fs.set_direct(fd, True)
     # what is beside keeps the interpreter locked: nothing that gives the lock away may come between this and a write
-    result = None if beside is None else _beside.submit(beside)
+    result = None if beside is None else _beside(os.getpid()).submit(beside)
     if direct:
         try:
             while done < whole:
