@@ -1,10 +1,10 @@
-# Needs Python 3.11, make and git; everything else comes into $(VENV) from the lock files in requirements/.
+# Needs Linux x86-64 (glibc 2.36 or newer), Python 3.11 or newer with venv or pip, make, git; everything else comes into $(VENV) from the lock files in requirements/.
 #
 #   make demo    the whole path on a real model: ingest, ask, fork, suspend, kill, resume
-#   make test    every test that needs no GPU
+#   make test    every test that needs no GPU, but those of make soak-engine
 #   make check   formatting, lint, types, layers, proto
 #   make soak    kill a writer 200 times, reopen, check (minutes); SOAK="--rounds N --seed N"
-#   make soak-engine   the tests of real engines that take minutes each: long sessions, damage, other indexes, int8
+#   make soak-engine   the tests of real engines that take minutes each: long sessions, damage, other indexes, int8, device memory
 #   make bench   every benchmark: tables, JSON and report.html in bench-results/
 #   make bench-gpu   every kernel checked and timed on this machine's GPU (torch and Triton only)
 #   make proto   regenerate the gRPC stubs        make lock   solve requirements/ again
@@ -14,7 +14,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := kvdrive_sglang kv_tier kernels services benchmarks tests
 
 # Spinning OpenMP threads of two torch processes slow each other tenfold.
 export OMP_WAIT_POLICY := PASSIVE

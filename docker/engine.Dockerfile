@@ -1,4 +1,4 @@
-# The engine: SGLang with the plugin. CUDA comes with the wheels; without a GPU it runs on the CPU platform.
+# The engine: SGLang with the plugin, on the CPU. CUDA comes with the wheels and is not used yet: give the container no GPU.
 # Build context: the repository.
 FROM python:3.11-slim-bookworm
 

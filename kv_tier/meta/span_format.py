@@ -1,9 +1,9 @@
 """Span files, version 1: header, section table, sizes and offsets. ``docs/extent_format.md`` is the contract.
 
-    | block 0: header | TOKENS | KEYS | MEANS | LAYOUT | [CENTROIDS] | CHECKSUMS | KV |
+    | block 0: header | TOKENS | KEYS | MEANS | LAYOUT | [CENTROIDS] | [SKETCH] | CHECKSUMS | KV |
       4096 bytes        each section starts at a multiple of 4096 and is padded with zeros to the next one
 
-Pure functions of bytes; ``span_file`` does the input and output.
+Pure functions of bytes; ``span_reader`` and ``span_writer`` do the input and output.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def directory(keep: bool, screen: Screen) -> Iterator[Path]:
     finally:
         if keep:
             screen.say(
-                f"kept {root}: `kvdrive engine --data-dir {root / 'data'}` and `kvdrive serve` go on with it"
+                f"kept {root}: `kvdrive engine` and `kvdrive serve`, both with `--data-dir {root / 'data'}`, go on with it"
             )
         else:
             shutil.rmtree(root, ignore_errors=True)
