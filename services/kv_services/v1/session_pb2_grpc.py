@@ -29,8 +29,8 @@ class SessionServiceStub:
     """Durable conversations over an SGLang engine with a tiered KV store.
 
     The tenant is taken from the metadata header `x-kvdrive-tenant` ("default" without it). A session of another
-    tenant answers NOT_FOUND. Every error carries one google.rpc.ErrorInfo (domain "kvdrive") with a stable reason;
-    UNAVAILABLE also carries google.rpc.RetryInfo.
+    tenant answers NOT_FOUND. Every error of the service carries one google.rpc.ErrorInfo (domain "kvdrive") with a
+    stable reason; UNAVAILABLE and TOO_MANY_TURNS also carry google.rpc.RetryInfo.
 
     `request_id` (at most 128 printable ASCII characters): a repeated one returns the first result and has no second
     effect. An empty one asks for no such guarantee.
@@ -98,8 +98,8 @@ class SessionServiceServicer:
     """Durable conversations over an SGLang engine with a tiered KV store.
 
     The tenant is taken from the metadata header `x-kvdrive-tenant` ("default" without it). A session of another
-    tenant answers NOT_FOUND. Every error carries one google.rpc.ErrorInfo (domain "kvdrive") with a stable reason;
-    UNAVAILABLE also carries google.rpc.RetryInfo.
+    tenant answers NOT_FOUND. Every error of the service carries one google.rpc.ErrorInfo (domain "kvdrive") with a
+    stable reason; UNAVAILABLE and TOO_MANY_TURNS also carry google.rpc.RetryInfo.
 
     `request_id` (at most 128 printable ASCII characters): a repeated one returns the first result and has no second
     effect. An empty one asks for no such guarantee.
@@ -239,8 +239,8 @@ class SessionService:
     """Durable conversations over an SGLang engine with a tiered KV store.
 
     The tenant is taken from the metadata header `x-kvdrive-tenant` ("default" without it). A session of another
-    tenant answers NOT_FOUND. Every error carries one google.rpc.ErrorInfo (domain "kvdrive") with a stable reason;
-    UNAVAILABLE also carries google.rpc.RetryInfo.
+    tenant answers NOT_FOUND. Every error of the service carries one google.rpc.ErrorInfo (domain "kvdrive") with a
+    stable reason; UNAVAILABLE and TOO_MANY_TURNS also carry google.rpc.RetryInfo.
 
     `request_id` (at most 128 printable ASCII characters): a repeated one returns the first result and has no second
     effect. An empty one asks for no such guarantee.
