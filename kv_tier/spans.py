@@ -62,13 +62,14 @@ class Identity:
     pp_size: int = 1
 
 
-@dataclass
+@dataclass(eq=False)
 class SealJob:
     """One stretch, or a part of one, on its way to SSD; arrays are owned by the job.
 
     ``pages``/``lives``: [n] int64 logical pages and the life they were taken in. ``durable`` False spills to an
-    unlinked file. ``done``/``span``/``error`` are the result, set by the writer; the job counts as one attached page
-    of its span, released by whoever binds the pages.
+    unlinked file. ``parts`` are let go once they are written. ``doomed``: its pages were dropped meanwhile. ``done``/``span``/
+    ``error`` are the result, set by the writer; the job counts as one attached page of its span, released by whoever binds
+    the pages.
     """
 
     pages: np.ndarray
@@ -77,7 +78,8 @@ class SealJob:
     num_exact: int
     durable: bool
     parent_key: bytes
-    parts: SpanParts
+    parts: SpanParts | None
+    doomed: bool = False
     span: SpanFile | None = None
     error: KVDriveError | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -201,6 +203,7 @@ class SpanStore:
         self._jobs: queue.Queue[SealJob | None] = queue.Queue(maxsize=num_outstanding)
         self._finished: queue.SimpleQueue[SealJob] = queue.SimpleQueue()
         self._num_outstanding = 0
+        self._unwritten: list[SealJob] = []
         self._scan()
         self._writer = threading.Thread(target=self._write_jobs, name="kvdrive-sealer", daemon=True)
         self._writer.start()
@@ -216,7 +219,9 @@ class SpanStore:
         found, bad = scan_spans(self.data_dir, keyring=self.keyring, fs=self.fs)
         self.num_quarantined += sum(file.quarantined for file in bad)
         for file in bad:
+            logger.warning("%s cannot be used: %s", file.name, file.reason)
             if not file.quarantined:
+                self.num_foreign += claimed_id(file.name) > 0
                 self.bytes_of["foreign"] += self._size_of(file.name, self.data_dir.spans_fd)
         self._count_quarantine()
         names = [*self.fs.names(self.data_dir.spans_fd), *self.fs.names(self.data_dir.quarantine_fd)]
@@ -245,7 +250,7 @@ class SpanStore:
             )
         if self.num_foreign:
             logger.warning(
-                "%d spans in %s come from another model, layout or format and are ignored; move them away or delete "
+                "%d spans in %s come from another model, layout, format or key and are ignored; move them away or delete "
                 "them to free their space",
                 self.num_foreign,
                 self.data_dir.path,
@@ -439,14 +444,18 @@ class SpanStore:
             (spans, bytes)
         """
         wanted, free = set(keys), set(unowned)
+
+        def is_free(pages: Sequence[bytes]) -> bool:
+            first = next((key for key in pages if key not in wanted), None)
+            return first is None or first in free
+
         with self.lock:
-            doomed = []
-            for span in self._touched_by([*keys, *unowned]):
-                first = next((key for key in span.keys if key not in wanted), None)
-                if first is None or first in free:
-                    doomed.append(span)
+            doomed = [span for span in self._touched_by([*keys, *unowned]) if is_free(span.keys)]
             for span in doomed:
                 self._retire(span)
+            for job in self._unwritten:  # gone as soon as it is there
+                if job.parts is not None and is_free(job.parts.keys):
+                    job.doomed = True
         return len(doomed), sum(span.header.file_bytes for span in doomed)
 
     def left_beside(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
@@ -471,7 +480,10 @@ class SpanStore:
         return left
 
     def _touched_by(self, keys: Iterable[bytes]) -> list[SpanFile]:
-        spans = {place[0].span_id: place[0] for key in keys for place in self.places.get(key, [])}
+        """Return the spans that hold any of ``keys``; those that this configuration cannot serve, if they begin with one."""
+        wanted = set(keys)
+        spans = {place[0].span_id: place[0] for key in wanted for place in self.places.get(key, [])}
+        spans |= {span.span_id: span for span in self.spans.values() if span.keys[0] in wanted}
         return list(spans.values())
 
     def pin(self, keys: Iterable[bytes], *, pinned: bool = True) -> None:
@@ -503,6 +515,9 @@ class SpanStore:
     def submit(self, job: SealJob) -> None:
         """Queue a job; blocks while the writer is behind, so that memory does not grow (back-pressure)."""
         self._num_outstanding += 1
+        if job.durable:
+            with self.lock:
+                self._unwritten.append(job)
         self._jobs.put(job)
 
     def finished(self, wait_s: float = 0.0) -> list[SealJob]:
@@ -520,10 +535,20 @@ class SpanStore:
         while (job := self._jobs.get()) is not None:
             try:
                 job.span = self._write(job)
-            except KVDriveError as error:
+            except Exception as error:  # whatever the world does, the next job must find a writer
+                known = isinstance(error, KVDriveError)
                 self.num_seal_errors += 1
-                logger.error("sealing %d pages failed, they stay in DRAM: %s", len(job.pages), error)
-                job.error = error
+                logger.error(
+                    "sealing %d pages failed, they stay in DRAM: %s",
+                    len(job.pages),
+                    error,
+                    exc_info=not known,
+                )
+                job.error = error if isinstance(error, KVDriveError) else ExtentIoError(repr(error))
+            with self.lock:
+                if job in self._unwritten:
+                    self._unwritten.remove(job)
+                job.parts = None
             job.done.set()
             self._finished.put(job)
 
@@ -533,6 +558,7 @@ class SpanStore:
             return self._next_id - 1
 
     def _header(self, job: SealJob) -> SpanHeader:
+        assert job.parts is not None
         geometry, mine = self.geometry, self.identity
         shape = Shape(
             num_layers=geometry.num_layers,
@@ -561,6 +587,7 @@ class SpanStore:
 
     def _write(self, job: SealJob) -> SpanFile:
         header = self._header(job)
+        assert job.parts is not None
         span = self._write_file(header, job.parts, durable=job.durable)
         span.num_attached = 1  # the job itself, until its pages are bound
         with self.lock:
@@ -569,6 +596,9 @@ class SpanStore:
                 self.pages_written += header.num_pages
                 self.last_used_ns[span.span_id] = self._touched_ns[span.span_id] = self.clock_ns()
                 self._publish(span)
+                self._unwritten.remove(job)
+                if job.doomed:
+                    self._retire(span)
             else:
                 self.bytes_spilled += header.file_bytes
                 span.retired = True  # offered to nobody
@@ -631,9 +661,12 @@ class SpanStore:
         for span_id in sorted(self.spans, key=lambda s: (self.last_used_ns[s], s)):
             if self.used_bytes <= target_bytes:
                 return
-            if self._is_idle(self.spans[span_id]):
-                self._retire(self.spans[span_id])
+            span = self.spans[span_id]
+            if self._is_idle(span):
+                self._retire(span)
                 self.num_evicted += 1
+                if span in self._undeleted:
+                    return  # a disk that removes nothing: the others stay in service
 
     def _is_idle(self, span: SpanFile) -> bool:
         pinned = bool(self.pinned_keys) and not self.pinned_keys.isdisjoint(span.keys)
@@ -656,9 +689,10 @@ class SpanStore:
         for name in list(self._leftovers):
             with contextlib.suppress(OSError):
                 self.fs.unlink(name, dir_fd=self.data_dir.spans_fd)
-            self._leftovers[name] = self._size_of(name, self.data_dir.spans_fd)
-            if not self._leftovers[name]:
-                del self._leftovers[name]
+            with contextlib.suppress(OSError):  # a disk that does not say leaves the last answer
+                self._leftovers[name] = self._size_of(name, self.data_dir.spans_fd)
+                if not self._leftovers[name]:
+                    del self._leftovers[name]
         self.bytes_of["leftover"] = sum(self._leftovers.values())
 
     # ---- fewer bits -----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Staging:
         self.quota = np.zeros(self.num_pairs, np.int64)
         self.held = np.zeros(self.num_pairs, np.int64)
         self._owner = np.full(self.num_pairs * num_frames, ABSENT, np.int32)  # pair * num_pages + page
-        self._stamp = np.zeros(self.num_pairs * num_frames, np.int32)
+        self._stamp = np.zeros(self.num_pairs * num_frames, np.int64)
         self._guessed = np.zeros(self.num_pairs * num_frames, bool)
         self._clock = 0
         self._held_since = NEVER
@@ -45,7 +45,7 @@ class Staging:
     @staticmethod
     def bytes_for(geometry: Geometry, num_pages: int, num_frames: int) -> int:
         """Return the bytes of such a directory, rows apart."""
-        return geometry.num_layers * geometry.num_kv_heads * (4 * num_pages + 9 * num_frames)
+        return geometry.num_layers * geometry.num_kv_heads * (4 * num_pages + 13 * num_frames)
 
     @property
     def num_rows(self) -> int:

@@ -98,8 +98,11 @@ class Transcoder:
             try:
                 encoding = ENCODINGS[self.encoding]
                 job.new = self.store.spans.rewrite(job.old, encoding, self._encoded(job.old, encoding))
-            except KVDriveError as error:
-                logger.warning("span %d stays in the model's dtype: %s", job.old.span_id, error)
+            except Exception as error:  # whatever it was, the old span must be let go
+                known = isinstance(error, KVDriveError)
+                logger.warning(
+                    "span %d stays in the model's dtype: %s", job.old.span_id, error, exc_info=not known
+                )
         self._written.put(job)
 
     def _encoded(self, span: SpanFile, encoding: KvEncoding) -> Iterator[np.ndarray]:
@@ -123,7 +126,7 @@ class Transcoder:
             self._finish(self._written.get())
 
     def _finish(self, job: _Job) -> None:
-        with self._lock:
+        with self._lock, self.store.spans.lock:  # nobody may retire the old span between look and swap
             if job.new is not None and not job.given_up and self._may_swap(job.old):
                 self._swap(job.old, job.new)
                 job.swapped = True

@@ -228,7 +228,7 @@ def _fingerprint(config: KVDriveConfig, geometry: Geometry) -> bytes:
     parallel = get_parallel()
     return engine_fingerprint(
         {
-            "weights": config.model_revision or weights_identity(model.model_path),
+            "weights": weights_identity(model.model_path, config.model_revision),
             "tokenizer": tokenizer_identity(model.tokenizer_path or model.model_path),
             "overrides": str(model.json_model_override_args),
             "dtype": str(geometry.dtype),

@@ -43,6 +43,12 @@ def refuse_unsupported(server_args: Any, model_config: Any) -> None:
         raise ConfigError(
             f"--lora-paths is {server_args.lora_paths!r}: a LoRA's id does not cover its weights; drop it"
         )
+    chunk = server_args.chunked_prefill_size
+    if not chunk or chunk < 0:
+        raise ConfigError(
+            f"--chunked-prefill-size is {chunk!r}: a prompt would need frames for all of itself; drop the flag or pass at least "
+            "--page-size"
+        )
     if not server_args.disable_overlap_schedule:
         raise ConfigError("the overlap scheduler is on: start with --disable-overlap-schedule")
     cache_dtype = server_args.kv_cache_dtype

@@ -53,6 +53,7 @@ def seal(inputs: Inputs, directory: Path, batch: int, pages_per_cluster: int) ->
         keys = [page_keys(prompt, size) for prompt in prompts]
 
         def submit_for_all(job: SealJob) -> None:
+            assert job.parts is not None
             pages = slice(job.first_page, job.first_page + len(job.pages))
             for prompt, its_keys in zip(prompts, keys, strict=True):
                 parts = replace(job.parts, tokens=prompt.reshape(-1, size)[pages], keys=its_keys[pages])

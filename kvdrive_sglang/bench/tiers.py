@@ -18,6 +18,7 @@ Every configuration must give the same bits. The rows hold medians after the fir
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import time
@@ -291,7 +292,7 @@ def packed_spans(session: TierSession, sequence: Subject) -> list[SealJob]:
     submit = session.spans.submit
 
     def remember(job: SealJob) -> None:
-        jobs.append(job)
+        jobs.append(dataclasses.replace(job))  # the writer lets its parts go
         submit(job)
 
     session.spans.submit = remember  # type: ignore[method-assign]
@@ -305,6 +306,7 @@ def span_write_rate(session: TierSession, jobs: Sequence[SealJob]) -> float:
     for job in jobs:
         header = session.spans._header(job)
         begin = time.perf_counter()
+        assert job.parts is not None
         span = write_span(session.data_dir, header.sequence, header, job.parts)
         seconds += time.perf_counter() - begin
         num_bytes += header.file_bytes

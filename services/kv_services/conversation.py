@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from kv_services.errors import LogCorrupt
 from kv_services.token_log import Record, RecordType
 
 
@@ -160,6 +162,20 @@ def fold(records: Iterable[Record], log_bytes: int) -> Conversation:
     for record in rest:
         apply(conversation, record)
     return conversation
+
+
+def of_log(records: Sequence[Record], log_bytes: int, path: Path) -> Conversation:
+    """Fold the log in a file, whose records are intact; records that contradict each other are damage.
+
+    Raises:
+        LogCorrupt: they do.
+    """
+    try:
+        return fold(records, log_bytes)
+    except (AssertionError, KeyError, ValueError, TypeError) as error:
+        raise LogCorrupt(
+            f"{path}: its records contradict each other ({error}); restore it from a backup"
+        ) from error
 
 
 def apply(conversation: Conversation, record: Record) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,27 +227,13 @@ def _check_log_file(data_dir: DataDir, name: str, report: SessionReport, *, live
     path = data_dir.path / "sessions" / name
     try:
         records, size = token_log.load(path)
-        found = conversation_of(records, size, path)
+        found = conversations.of_log(records, size, path)
     except FileNotFoundError:
         return  # deleted while we look
     except (LogCorrupt, OSError) as error:
         report.findings.append(Finding("log-damaged", where, str(error)))
         return
     _check_log(data_dir, found, path, report, live=live)
-
-
-def conversation_of(records: Sequence[token_log.Record], size: int, path: Path) -> Conversation:
-    """Fold a log whose records are intact; records that contradict each other are damage.
-
-    Raises:
-        LogCorrupt: they do.
-    """
-    try:
-        return conversations.fold(records, size)
-    except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise LogCorrupt(
-            f"{path}: its records contradict each other ({error}); restore it from a backup"
-        ) from error
 
 
 def _check_log(

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import signal
 import sys
 import threading
@@ -37,6 +38,8 @@ from kv_tier.meta.catalog import Catalog
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.embedded_valkey import EmbeddedValkey
 from kv_tier.meta.errors import CatalogUnavailable, ConfigError, KVDriveError
+
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -163,8 +166,12 @@ class SessionServer:
             await sessions.delete(Call(tenant, "", ""), session_id)
 
         while True:
-            with contextlib.suppress(CatalogUnavailable):
+            try:
                 self.num_expired += await sweep(store, self._config.session_ttl_s, delete)
+            except CatalogUnavailable:
+                pass
+            except Exception:
+                logger.exception("expired sessions were not all deleted; tried again in a while")
             await asyncio.sleep(self._config.sweep_interval_s)
 
     async def _look(self) -> None:

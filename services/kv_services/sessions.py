@@ -6,6 +6,7 @@ Every method takes the tenant first. A change holds its session, so that one tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from array import array
@@ -402,7 +403,9 @@ class Sessions:
         num_sealed = await self._engine.num_sealed(keys, min(_FIRST_LOOK_S, timeout_s)) if keys else 0
         if num_sealed < len(keys):
             tokens = found.tokens[: found.num_computed_tokens]
-            await self._prefill(info, found.session_id, self._store.salt(found.tenant), tokens)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._prefill(info, found.session_id, self._store.salt(found.tenant), tokens)
         while num_sealed < len(keys) and (left_s := deadline - time.monotonic()) > 0:
             num_sealed = await self._engine.num_sealed(keys, min(_LOOK_S, left_s))
         return num_sealed

@@ -10,6 +10,7 @@ Methods may be cancelled at any time: what is written is either whole or repaire
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +18,15 @@ from dataclasses import dataclass, field
 from kv_services import conversation as conversations
 from kv_services import ids, token_log
 from kv_services.conversation import Conversation, State
-from kv_services.errors import LogCorrupt, SessionNotFound
+from kv_services.errors import LogCorrupt, SessionNotFound, StorageFailed
 from kv_services.tasks import uninterrupted
 from kv_services.token_log import Record
 from kv_tier.meta.catalog import Catalog, SessionRow
 from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.file_system import REAL, FileSystem
 from kv_tier.meta.page_keys import page_keys
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -224,7 +227,8 @@ class SessionStore:
                 continue
             try:
                 found = await self.load(session_id)
-            except LogCorrupt:
+            except (LogCorrupt, StorageFailed) as error:
+                logger.error("session %s is not served: %s", session_id, error)
                 report.corrupt.append(session_id)
                 continue
             assert found is not None, session_id
@@ -266,12 +270,16 @@ class SessionStore:
 
         Raises:
             LogCorrupt: it is damaged.
+            StorageFailed: it cannot be read.
         """
+        path = self.data_dir.token_log_path(session_id)
         try:
-            records, size = await asyncio.to_thread(token_log.load, self.data_dir.token_log_path(session_id))
+            records, size = await asyncio.to_thread(token_log.load, path)
         except FileNotFoundError:
             return None
-        return conversations.fold(records, size)
+        except OSError as error:
+            raise token_log.storage_failed("read", path, error) from error
+        return conversations.of_log(records, size, path)
 
     def row(self, found: Conversation, num_sealed: int) -> SessionRow:
         """Describe a session as the catalog should."""

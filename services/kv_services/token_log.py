@@ -106,7 +106,7 @@ def create(path: Path, records: Iterable[Record], fs: FileSystem = REAL) -> int:
                     fs.unlink(path.name, dir_fd=directory)
                 raise
     except OSError as error:
-        raise _storage_failed("create", path, error) from error
+        raise storage_failed("create", path, error) from error
     return len(data)
 
 
@@ -127,7 +127,7 @@ def rewrite(path: Path, record: Record, at: int, fs: FileSystem = REAL) -> int:
         with _opened(fs, str(path.parent), os.O_RDONLY | os.O_DIRECTORY) as directory:
             _write_beside(fs, directory, path.name, data)
     except OSError as error:
-        raise _storage_failed("rewrite", path, error) from error
+        raise storage_failed("rewrite", path, error) from error
     return len(data)
 
 
@@ -151,7 +151,7 @@ def append(path: Path, record: Record, at: int, fs: FileSystem = REAL) -> int:
                     fs.truncate(descriptor, at)  # a torn tail that stays is cut off by the next append
                 raise
     except OSError as error:
-        raise _storage_failed("append to", path, error) from error
+        raise storage_failed("append to", path, error) from error
     return at + len(data)
 
 
@@ -166,7 +166,7 @@ def cut_tail(path: Path, at: int, fs: FileSystem = REAL) -> None:
             fs.truncate(descriptor, at)
             fs.fsync(descriptor)
     except OSError as error:
-        raise _storage_failed("cut the tail of", path, error) from error
+        raise storage_failed("cut the tail of", path, error) from error
 
 
 def remove(path: Path, fs: FileSystem = REAL) -> None:
@@ -181,7 +181,7 @@ def remove(path: Path, fs: FileSystem = REAL) -> None:
                 fs.unlink(path.name, dir_fd=directory)
             fs.fsync_dir(directory)
     except OSError as error:
-        raise _storage_failed("remove", path, error) from error
+        raise storage_failed("remove", path, error) from error
 
 
 def load(path: Path) -> tuple[list[Record], int]:
@@ -296,7 +296,8 @@ def _crc(data: bytes) -> bytes:
     return _U32.pack(google_crc32c.value(data))
 
 
-def _storage_failed(verb: str, path: Path, error: OSError) -> StorageFailed:
+def storage_failed(verb: str, path: Path, error: OSError) -> StorageFailed:
+    """Make the error for a step on a log that the operating system failed."""
     return StorageFailed(
         f"cannot {verb} {path}: {error.strerror} (errno {error.errno}); free space or fix permissions, then repeat",
         path=path,

@@ -79,6 +79,19 @@ async def test_damaged_log_answers_data_loss_and_others_work(world: World) -> No
     await world.client.create_session()
 
 
+async def test_a_log_that_cannot_be_read_harms_no_other(world: World) -> None:
+    session = (await world.client.create_session()).session_id
+    path = world.log_path(session)
+    path.unlink()
+    path.mkdir()  # every read fails
+    with pytest.raises(errors.StorageFailed, match="read"):
+        await world.client.generate(session, token_ids=HELLO).read()
+    await world.server._catalog._redis.flushall()
+    await world.restart()
+    assert world.server.rebuilt.corrupt == [session]
+    await world.client.create_session()
+
+
 async def test_redis_down_is_unavailable_and_loses_nothing(world: World) -> None:
     await world.stop()
     (world.root / "redis").mkdir()

@@ -223,6 +223,17 @@ async def test_suspend_says_what_is_missing(world: World) -> None:
     await turn(world, session, [1])
 
 
+async def test_suspend_ends_in_time_when_the_engine_does_not(world: World) -> None:
+    session = (await world.client.create_session()).session_id
+    await turn(world, session, HELLO, 5)
+    world.engine.sealed.clear()  # evicted: the pages must be computed once more
+    script = world.engine.script(hold_after=0)
+    with pytest.raises(errors.NotSealed, match="3 of 3 pages"):
+        await world.client.suspend(session, timeout_s=2.0)
+    script.release.set()
+    await turn(world, session, [1])  # not busy
+
+
 async def test_delete_drops_only_what_nobody_else_uses(world: World) -> None:
     session = (await world.client.create_session()).session_id
     await turn(world, session, HELLO, 5)

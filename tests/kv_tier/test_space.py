@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from kv_tier.meta.data_dir import DataDir, temporary_name
-from kv_tier.meta.errors import CapacityError, ConfigError, ExtentIoError
+from kv_tier.meta.errors import CapacityError, ConfigError, ExtentIoError, KVDriveError
 from kv_tier.meta.file_system import FileSystem
 from kv_tier.meta.fsck import check_spans
-from kv_tier.spans import TOUCH_EVERY_NS, SpaceLimits, SpanStore
+from kv_tier.spans import TOUCH_EVERY_NS, SealJob, SpaceLimits, SpanStore
 from tests.faults.chains import (
+    GEOMETRY,
+    IDENTITY,
     assert_serves_nothing_wrong,
     keys_of,
     open_store,
@@ -229,11 +232,12 @@ def test_what_cannot_be_removed_stays_counted_until_it_can(root: DataDir) -> Non
         seal_chain(store, CHAINS[n])
     fs.stuck = True
     job = seal_chain(store, CHAINS[2])[0]
-    assert isinstance(job.error, CapacityError) and "2 of which failed" in str(job.error)
-    assert store.bytes_of["undeleted"] == store.used_bytes == on_disk(root) == 2 * SPAN_BYTES
+    assert isinstance(job.error, CapacityError) and "1 of which failed" in str(job.error)
+    assert store.bytes_of["undeleted"] == SPAN_BYTES and store.used_bytes == on_disk(root) == 2 * SPAN_BYTES
+    assert there(store) == [1]  # what cannot be removed anyway stays in service
     fs.stuck = False
     seal_chain(store, CHAINS[2])
-    assert there(store) == [2] and store.used_bytes == on_disk(root) == SPAN_BYTES
+    assert there(store) == [1, 2] and store.used_bytes == on_disk(root) == 2 * SPAN_BYTES
     store.close()
 
 
@@ -267,6 +271,47 @@ def test_stretches_of_a_turn_that_never_was_are_found_behind_it(root: DataDir) -
     left = store.left_beside(keys_of(kept))
     assert left == [(4, keys_of(lost)[4]), (8, keys_of(lost)[8]), (12, keys_of(lost)[12])]
     assert store.drop(keys_of(kept), [key for _, key in left])[0] == 4
+    assert on_disk(root) == 0
+    store.close()
+
+
+def test_a_span_that_is_still_to_be_written_is_deleted_too(root: DataDir) -> None:
+    class Slow(FileSystem):
+        entered, go_on = threading.Event(), threading.Event()
+
+        def fsync(self, fd: int) -> None:
+            self.entered.set()
+            assert self.go_on.wait(30)
+            super().fsync(fd)
+
+    fs = Slow()
+    store = open_store(root, fs=fs)
+    parts, ids = [parts_of(CHAINS[n], 0, 4) for n in range(3)], np.arange(4)
+    jobs = [SealJob(ids, ids, 0, 4, True, bytes(32), part) for part in parts]
+    for job in jobs[:2]:
+        store.submit(job)
+    assert fs.entered.wait(30)
+    assert store.drop([*keys_of(CHAINS[0]), *keys_of(CHAINS[1])]) == (0, 0)  # one under way, one behind it
+    store.submit(jobs[2])
+    fs.go_on.set()
+    for job in jobs:
+        assert job.done.wait(30) and job.span is not None and job.parts is None
+        store.release(job.span, 1)
+    assert there(store) == [2] and store.used_bytes == on_disk(root) == SPAN_BYTES
+    store.close()
+
+
+def test_spans_that_another_configuration_wrote_are_deleted_and_counted(root: DataDir) -> None:
+    store = open_store(root)
+    ids = np.arange(4)
+    job = SealJob(ids, ids, 0, 0, True, bytes(32), parts_of(CHAINS[0], 0, 4))  # no exact page
+    store.submit(job)
+    assert job.done.wait(30) and job.span is not None
+    store.close()
+    other = dataclasses.replace(IDENTITY, selection=b"t" * 32)
+    store = SpanStore(root, GEOMETRY, other, ssd_bytes=1 << 30)
+    assert there(store) == [] and store.usage(keys_of(CHAINS[0])).ssd_bytes == SPAN_BYTES
+    assert store.drop(keys_of(CHAINS[0])) == (1, SPAN_BYTES)
     assert on_disk(root) == 0
     store.close()
 
@@ -357,6 +402,44 @@ def test_what_a_failed_write_leaves_is_removed_by_the_next(root: DataDir) -> Non
     fs.broken = False
     seal_chain(store, CHAINS[1])
     assert there(store) == [1] and store.used_bytes == on_disk(root) == SPAN_BYTES
+    store.close()
+
+
+@pytest.mark.crash
+def test_a_disk_that_answers_nothing_stops_no_writer(root: DataDir) -> None:
+    class Dead(FileSystem):
+        dead = False
+
+        def __getattribute__(self, name: str) -> object:
+            if name in {"open", "unlink", "exists", "size_of", "names"} and self.dead:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().__getattribute__(name)
+
+    fs = Dead()
+    store = open_store(root, fs=fs)
+    seal_chain(store, CHAINS[0])
+    fs.dead = True
+    for n in (1, 2, 3, 4):
+        (job,) = seal_chain(store, CHAINS[n])
+        assert isinstance(job.error, KVDriveError)
+    fs.dead = False
+    seal_chain(store, CHAINS[5])
+    assert there(store) == [0, 5] and store.used_bytes == on_disk(root)
+    store.close()
+
+
+@pytest.mark.crash
+def test_what_the_writer_did_not_expect_is_one_failed_seal(
+    root: DataDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(root)
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_tier.spans.write_span", lambda *_, **__: 1 // 0)
+        (job,) = seal_chain(store, CHAINS[0])
+    assert isinstance(job.error, ExtentIoError) and "ZeroDivisionError" in str(job.error)
+    assert "Traceback" in caplog.text
+    seal_chain(store, CHAINS[0])
+    assert there(store) == [0] and store.used_bytes == on_disk(root)
     store.close()
 
 

@@ -44,6 +44,16 @@ def test_the_least_recently_used_row_leaves() -> None:
     assert (staging.find(ints(0, 1, 2, 0), ints(1, 2, 3, 9)) >= 0).all()
 
 
+def test_the_clock_outlives_32_bits() -> None:
+    staging = make(1)
+    staging.insert(ints(0), ints(1))
+    staging._clock = 2**31 - 1
+    assert staging.find(ints(0), ints(1)).tolist() != [ABSENT]
+    staging.insert(ints(1), ints(1))
+    staging.touch(ints())
+    staging.check_integrity()
+
+
 def test_a_demoted_row_leaves_first_whatever_the_quota_until_it_is_touched() -> None:
     staging = make(1)
     staging.quota[:] = ints(2, 0, 0, 0)

@@ -13,7 +13,8 @@ from kvdrive_sglang.refusals import _REQUIRED_VALUES, refuse_unsupported
 
 def good_arguments() -> dict[str, Any]:
     served = {name: value for name, (value, _) in _REQUIRED_VALUES.items()}
-    return {**served, "disable_overlap_schedule": True, "kv_cache_dtype": "auto", "lora_paths": None}
+    others = {"disable_overlap_schedule": True, "kv_cache_dtype": "auto", "lora_paths": None}
+    return {**served, **others, "chunked_prefill_size": 2048}
 
 
 def good_model(**changes: Any) -> SimpleNamespace:
@@ -55,6 +56,7 @@ WRONG: dict[str, Any] = {
     "disable_overlap_schedule": False,
     "kv_cache_dtype": "fp8_e4m3",
     "lora_paths": ["adapter"],
+    "chunked_prefill_size": None,  # what SGLang makes of -1
 }
 
 
