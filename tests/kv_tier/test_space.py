@@ -45,6 +45,18 @@ class Clock:
         return self.now
 
 
+class Slow(FileSystem):
+    """Hold every fsync until told to go on."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def fsync(self, fd: int) -> None:
+        self.entered.set()
+        assert self.go_on.wait(30)
+        super().fsync(fd)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[DataDir]:
     with DataDir.open(tmp_path / "data", role="engine") as data_dir:
@@ -276,14 +288,6 @@ def test_stretches_of_a_turn_that_never_was_are_found_behind_it(root: DataDir) -
 
 
 def test_a_span_that_is_still_to_be_written_is_deleted_too(root: DataDir) -> None:
-    class Slow(FileSystem):
-        entered, go_on = threading.Event(), threading.Event()
-
-        def fsync(self, fd: int) -> None:
-            self.entered.set()
-            assert self.go_on.wait(30)
-            super().fsync(fd)
-
     fs = Slow()
     store = open_store(root, fs=fs)
     parts, ids = [parts_of(CHAINS[n], 0, 4) for n in range(3)], np.arange(4)
@@ -445,14 +449,6 @@ def test_what_the_writer_did_not_expect_is_one_failed_seal(
 
 @pytest.mark.crash
 def test_a_slow_disk_holds_up_nobody_but_the_writer(root: DataDir) -> None:
-    class Slow(FileSystem):
-        entered, go_on = threading.Event(), threading.Event()
-
-        def fsync(self, fd: int) -> None:
-            self.entered.set()
-            assert self.go_on.wait(30)
-            super().fsync(fd)
-
     store = open_store(root)
     seal_chain(store, CHAINS[0])
     fs = store.fs = Slow()
