@@ -224,6 +224,8 @@ class Fetcher:
         self._copy(fetch, k_out, v_out, at)
         begin_ns = time.perf_counter_ns()
         self._wait(fetch)
+        if not len(fetch.away) and not fetch.batches:
+            return
         self._place(fetch, k_out, v_out, at)
         if len(fetch.pages):
             took_ns = fetch.start_took_ns + time.perf_counter_ns() - begin_ns
@@ -312,6 +314,8 @@ class Fetcher:
             self.expected_reads += (self._num_read - self.expected_reads) / 2
             self._read_in, self._num_read = now, 0
             self._reading += 1
+        if not len(keys):
+            return
         self.store.counters.pages_read_again += int((self._read_at[keys] == self._reading).sum())
         self._read_at[keys] = self._reading
         self._num_read += len(keys)

@@ -176,19 +176,26 @@ class DeviceIndex(ABC):
         self.num_indexed = [self._kept(n, num_pages) for n in self.num_indexed]
 
     def rank(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, scope: Scope, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        scope: Scope,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Score the pages of a sequence for selection; those that are always attended score +inf.
 
         Args:
             query: [kv_head, group, head_dim]; several query tokens count as a larger group.
             pages: [n] int64 logical pages by ordinal, at least ``scope.num_indexed``.
+            out: receives the scores.
 
         Returns:
             [kv_head, scope.num_pages] float32.
         """
         self.extend_to(layer, scope.num_indexed, pages)
-        return scope.complete(self._score(layer, query, pages, scope, scale))
+        return scope.complete(self._score(layer, query, pages, scope, scale), out)
 
     def extend_to(self, layer: int, num_pages: int, pages: torch.Tensor) -> None:
         """Fill in the first ``num_pages`` of ``pages``."""

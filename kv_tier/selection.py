@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from kv_kernels import dispatch
@@ -82,14 +83,15 @@ class Scope:
 
     def force(self, scores: torch.Tensor) -> torch.Tensor:
         """Let pages that are always attended score +inf, in place; scores: [..., num_indexed or num_pages] float32."""
-        scores[..., : self.budget.num_sink_pages] = float("inf")
-        scores[..., self.first_local :] = float("inf")
+        array = scores.numpy()
+        array[..., : self.budget.num_sink_pages] = np.inf
+        array[..., self.first_local :] = np.inf
         return scores
 
-    def complete(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores of all pages, [kv_head, num_pages], from those of the indexed ones."""
-        whole = torch.empty(scores.shape[0], self.num_pages)
-        whole[:, : self.num_indexed] = scores
+    def complete(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the scores of all pages, [kv_head, num_pages], from those of the indexed ones; ``out`` receives them."""
+        whole = torch.empty(scores.shape[0], self.num_pages) if out is None else out
+        whole.numpy()[:, : self.num_indexed] = scores.numpy()  # slices of arrays cost a tenth of a tensor's
         return self.force(whole)
 
 

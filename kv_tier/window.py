@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_kernels import compiled
+from kv_kernels import compiled, dispatch
 from kv_tier.eviction import Shape, bytes_per_page, new_eviction
 from kv_tier.geometry import Geometry
 from kv_tier.modes import DEFAULT_EVICTION, EvictionName
 
 ABSENT = compiled.ABSENT
+GATHER_ALONE_BYTES = 1 << 20  # keys of fewer are copied by one thread: to wake another takes longer than it saves
 _NO_PRIORITY = np.zeros((1, 1, 0), dtype=np.float32)
 
 
@@ -87,7 +88,8 @@ class WindowCaches:
         self.total_hits = np.zeros((layers, heads), dtype=np.int64)
         self.total_misses = np.zeros((layers, heads), dtype=np.int64)
         self._free_rows = list(range(max_requests - 1, -1, -1))
-        self._heads = np.arange(heads)[None, :, None]
+        self._gathered = torch.empty(2, 0, geometry.page_elements, dtype=geometry.dtype)
+        self._places = torch.arange(0)
 
     @staticmethod
     def bytes_for(
@@ -125,9 +127,9 @@ class WindowCaches:
             rows: [request] int64 rows of ``Window``.
             selected: [request, kv_head, n] int64 ordinals.
         """
-        found = self.slot_of[layer][rows[:, None, None], self._heads, selected]
-        request, head, place = (found == ABSENT).nonzero()
-        return Absent(request, head, selected[request, head, place])
+        missing = np.empty((3, selected.size), dtype=np.int64)
+        count = compiled.absent(rows, selected, self.slot_of[layer], missing)
+        return Absent(*missing[:, :count])
 
     def admit(
         self, layer: int, rows: np.ndarray, selected: np.ndarray, scores: np.ndarray | None
@@ -192,6 +194,20 @@ class WindowCaches:
             missing,
         )
         return at, Misses(*missing[:, :count])
+
+    def gather(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy rows ([n] int64) of ``k[layer]`` and ``v[layer]`` together; the next call overwrites what is returned."""
+        k, v, count = self.k[layer], self.v[layer], len(rows)
+        if count > len(self._places):
+            self._gathered = self._gathered.new_empty(2, count, k.shape[1])
+            self._places = torch.arange(count)
+        k_out, v_out = self._gathered[:, :count]
+        if k_out.nbytes > GATHER_ALONE_BYTES:
+            torch.index_select(k, 0, rows, out=k_out)
+            torch.index_select(v, 0, rows, out=v_out)
+        else:
+            dispatch.fetch_pages(k, v, k_out, v_out, rows, self._places[:count])
+        return k_out, v_out
 
     def check_integrity(self) -> None:
         """Assert that both directories agree."""

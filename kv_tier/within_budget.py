@@ -97,11 +97,9 @@ def warm_up(
 
 def gather(store: TieredStore, layer: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy pages out of the window caches: rows ``at`` ([request, kv_head, n]) -> each [request, kv_head, position,
-    head_dim]."""
+    head_dim], until the next call."""
     shape = (*at.shape[:2], -1, store.geometry.head_dim)
-    rows = at.view(-1)
-    k, v = _windows(store).k[layer], _windows(store).v[layer]
-    return k.index_select(0, rows).view(shape), v.index_select(0, rows).view(shape)
+    return tuple(part.view(shape) for part in _windows(store).gather(layer, at.view(-1)))  # type: ignore[return-value]
 
 
 def append_new(
@@ -204,8 +202,8 @@ class SparseBatch:
         store = self.store
         for i in range(here.start, here.stop):
             scope = self.scopes[i]
-            scores = self.indexes[i].rank(layer, query[i], self.states[i].pages, scope, scale)
-            self.scores[i, :, : scope.num_pages] = scores
+            out = self.scores[i, :, : scope.num_pages]
+            self.indexes[i].rank(layer, query[i], self.states[i].pages, scope, scale, out)
         selected = select_pages(self.scores[here], self.budget)
         fetch = begin_fetch(store, layer, self.states[here], selected)
         return _MicroBatch(selected, self.scores[here], fetch)

@@ -28,8 +28,8 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Args:
         data_dir: directory of spans, control socket and locks; one engine owns it.
         budget_tokens: positions one (layer, KV head) attends per step, or "all" for full attention.
-        index: what ranks pages: "means", "sketch" (needs constants of the model, kvdrive calibrate; without them page means
-            serve) or "two_level" (docs/decode_step.md).
+        index: what ranks pages: "sketch" (needs constants of the model, kvdrive calibrate; without them page means serve),
+            "means" or "two_level" (docs/decode_step.md).
         window_multiple: window cache size as a multiple of the budget.
         fetch_mode: how decode reads pages that are on SSD: "blockwise", "hierarchical", "balanced" or "layerwise"
             (docs/decode_step.md); never changes an answer.
@@ -67,7 +67,7 @@ class KVDriveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     data_dir: str
     budget_tokens: Positive | Literal["all"] = 1024
-    index: IndexName = "means"
+    index: IndexName = "sketch"
     window_multiple: Positive = 2
     fetch_mode: FetchMode = "blockwise"
     micro_batch: NotNegative = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,9 @@ from kv_tier.sketch_index import SketchPlan
 from kv_tier.two_level_index import TwoLevelPlan
 from kvdrive_sglang.calibrate import MAPS_FILE, attention_identity
 from kvdrive_sglang.packaged_model import MODEL_NAME
+
+SHIPPED = Path(kvdrive_sglang.__file__).parent / "data" / f"{MODEL_NAME}.npz"
+SHIPPED_LAYERS = 30
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ def choose_index(name: IndexName, model_path: str, context_tokens: int) -> Index
         return TwoLevelPlan()
     try:
         maps = find_maps(Path(model_path))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, ValueError) as error:
         logger.warning("index=sketch: %s; pages are ranked by their means", error)
         return MEANS
     if maps.num_positions < context_tokens:
@@ -51,16 +55,19 @@ def find_maps(model: Path) -> SketchMaps:
 
     Raises:
         ConfigError: there are none of these weights, or the file is damaged.
-        OSError: the model cannot be read.
+        OSError, ValueError: the model cannot be read.
     """
-    weights = attention_identity(model)
+    if not model.is_dir():
+        raise ConfigError(
+            f"{model} is no directory, which would hold {MAPS_FILE}: download it, run kvdrive calibrate"
+        )
     own = model / MAPS_FILE
     if own.exists():
-        return load_maps(own, weights)
-    shipped = Path(kvdrive_sglang.__file__).parent / "data" / f"{MODEL_NAME}.npz"
-    try:
-        return load_maps(shipped, weights)
-    except ConfigError:
-        raise ConfigError(
-            f"{model} holds no {MAPS_FILE}: run kvdrive calibrate --model-path {model}"
-        ) from None
+        return load_maps(own, attention_identity(model))
+    config = json.loads((model / "config.json").read_text())
+    if config.get("num_hidden_layers") == SHIPPED_LAYERS:  # else its weights, tens of gigabytes perhaps, stay unread
+        try:
+            return load_maps(SHIPPED, attention_identity(model))
+        except ConfigError:
+            pass
+    raise ConfigError(f"{model} holds no {MAPS_FILE}: run kvdrive calibrate --model-path {model}")

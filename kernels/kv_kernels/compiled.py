@@ -145,6 +145,23 @@ def admit(rows, selected, priority, places, margin, slot_of, page_of, first_slot
     return count
 
 
+@njit("int64(int64[::1], int64[:, :, ::1], int32[:, :, ::1], int64[:, ::1])", cache=True)
+def absent(rows, selected, slot_of, missing):
+    """List what `admit` of the same pages will give a slot: request, head and page in `missing` ([3, request * kv_head * n]
+    int64); return how many columns count. Arguments as for `admit`."""
+    num_requests, num_heads, n = selected.shape
+    count = 0
+    for r in range(num_requests):
+        for h in range(num_heads):
+            slots = slot_of[rows[r], h]
+            for i in range(n):
+                page = selected[r, h, i]
+                if slots[page] == ABSENT:
+                    missing[0, count], missing[1, count], missing[2, count] = r, h, page
+                    count += 1
+    return count
+
+
 @njit("void(int64[::1], int64[:, :, ::1], float32[:, :, ::1], int64[::1])", cache=True)
 def mark_used(rows, selected, last, clock):
     """Count a step in `clock` ([row] int64) and note it in `last` ([row, kv_head, page] float32) for every page that is
@@ -286,6 +303,36 @@ def move_pages(k_source, v_source, k_pool, v_pool, source, target):
                 v_pool[there, j] = v_source[here, j]
 
 
+@njit(
+    "void(float32[:, :, ::1], float32[:, :, ::1], float32[:, ::1], uint8[:, :, ::1])",
+    cache=True,
+    error_model="numpy",
+)
+def sketch_build(keys, key_map, offset, packed):
+    """Fill `packed` ([kv_head, entry, direction / 2] uint8) with the codes of keys: see `ref.sketch_build`.
+
+    Args:
+        keys: [kv_head, entry, head_dim] float32; key_map: [kv_head, head_dim, direction] float32; offset: [kv_head,
+            direction] float32.
+    """
+    num_heads, num_entries, dim = keys.shape
+    half = packed.shape[2]
+    sums = np.empty(2 * half, dtype=np.float64)
+    for h in range(num_heads):
+        wide = key_map[h].astype(np.float64)
+        for e in range(num_entries):
+            sums[:] = 0.0
+            for d in range(dim):
+                value, row = np.float64(keys[h, e, d]), wide[d]
+                for r in range(2 * half):
+                    sums[r] += value * row[r]
+            for r in range(2 * half):
+                code = np.floor(sums[r] + np.float64(offset[h, r]))
+                sums[r] = min(max(code, 0.0), 15.0)
+            for r in range(half):
+                packed[h, e, r] = np.uint8(sums[r]) | np.uint8(np.uint8(sums[half + r]) << 4)
+
+
 @njit(fastmath={"contract"}, error_model="numpy")
 def _read_codes(packed, weights, logits):
     """Add to `logits` ([row, column] float32) what the codes of `packed` ([byte, column] uint8) give by `weights` ([row,
@@ -361,23 +408,32 @@ def _largest(logits, g, best):
 
 
 @njit(
-    "void(float32[:, :, ::1], uint8[:, :, :, ::1], float32[:, ::1])",
+    "void(float32[:, :, ::1], float32[:, :, ::1], float32, uint8[:, :, :, ::1], float32[:, ::1])",
     cache=True,
     fastmath={"contract"},
     error_model="numpy",
 )
-def sketch_score(weights, blocks, scores):
+def sketch_score(query, query_map, scale, blocks, scores):
     """Fill `scores` ([kv_head, page] float32) with sums of softmaxes to the base 2; every page of `scores` counts.
 
     A block holds 16 pages, its lanes: loops run over them, become vector instructions, and no sum depends on how many pages
     follow.
 
     Args:
-        weights: [kv_head, group, direction] float32, what a code adds to a logit; blocks: [kv_head, block, direction / 2,
-            entry of a page * 16] uint8 of `cpu.sketch_blocks`.
+        query: [kv_head, group, head_dim] float32; query_map: [kv_head, head_dim, direction] float32; scale: float32, of the
+            logits to the base 2; blocks: [kv_head, block, direction / 2, entry of a page * 16] uint8 of
+            `cpu.sketch_blocks`.
     """
     num_heads, _, _, width = blocks.shape
-    group, num_pages = weights.shape[1], scores.shape[1]
+    group, num_pages = query.shape[1], scores.shape[1]
+    weights = np.zeros((num_heads, group, query_map.shape[2]), dtype=np.float32)  # what a code adds to a logit
+    for h in range(num_heads):
+        for g in range(group):
+            out = weights[h, g]
+            for d in range(query.shape[2]):
+                value, row = query[h, g, d] * scale, query_map[h, d]
+                for r in range(len(out)):
+                    out[r] += value * row[r]
     num_blocks = (num_pages + 15) // 16
     chunk = min(group, 9)
     logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
@@ -459,22 +515,24 @@ def _read_means(block, weights, first, logits):
 
 @njit(
     [
-        "void(float32[:, :, ::1], uint16[:, :, :, ::1], float32[:, ::1])",
-        "void(float32[:, :, ::1], int32[:, :, :, ::1], float32[:, ::1])",
+        "void(float32[:, :, ::1], float32, uint16[:, :, :, ::1], float32[:, ::1])",
+        "void(float32[:, :, ::1], float32, int32[:, :, :, ::1], float32[:, ::1])",
     ],
     cache=True,
     fastmath={"contract"},
     error_model="numpy",
 )
-def mean_score(weights, blocks, scores):
+def mean_score(query, scale, blocks, scores):
     """Fill `scores` ([kv_head, page] float32) with sums of softmaxes to the base 2; every page of `scores` counts.
 
     Args:
-        weights: [kv_head, group, head_dim] float32, the scaled queries; blocks: [kv_head, block, head_dim, page of a block]
-            of `cpu.mean_blocks`, the bits of bfloat16 (uint16) or of float32 (int32).
+        query: [kv_head, group, head_dim] float32; scale: float32, of the logits to the base 2; blocks: [kv_head, block,
+            head_dim, page of a block] of `cpu.mean_blocks`, the bits of bfloat16 (uint16) or of float32 (int32).
     """
-    num_heads, _, _, width = blocks.shape
-    group, num_pages = weights.shape[1], scores.shape[1]
+    num_heads, _, dim, width = blocks.shape
+    group, num_pages = query.shape[1], scores.shape[1]
+    weights = np.zeros((num_heads, group, dim), dtype=np.float32)
+    weights[:, :, : query.shape[2]] = query * scale
     num_blocks = (num_pages + width - 1) // width
     logits = np.empty((num_blocks, 4, width), dtype=np.float32)
     masses = np.empty((num_blocks, width), dtype=np.float32)

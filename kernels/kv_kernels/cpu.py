@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from kv_kernels import compiled
@@ -71,12 +72,21 @@ def mean_block_score(query: torch.Tensor, blocks: torch.Tensor, scale: float, nu
         if blocks.itemsize == 2
         else blocks.view(torch.int32).numpy()
     )
-    weights = query.new_zeros((*query.shape[:2], blocks.shape[2]), dtype=torch.float32)
-    weights[:, :, : query.shape[2]] = query
-    weights *= scale * LOG2_E
     scores = torch.empty(blocks.shape[0], num_pages)
-    compiled.mean_score(weights.numpy(), bits, scores.numpy())
+    compiled.mean_score(_floats(query), scale * LOG2_E, bits, scores.numpy())
     return scores
+
+
+def _floats(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.float().contiguous().numpy()
+
+
+def sketch_build(keys: torch.Tensor, key_map: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Return what `ref.sketch_build` does, without leading axes: the same codes where float64 adds the products of keys and
+    map exactly, as it does for bfloat16 and float16 keys."""
+    packed = torch.empty(*keys.shape[:2], key_map.shape[2] // 2, dtype=torch.uint8)
+    compiled.sketch_build(_floats(keys), key_map.numpy(), offset.numpy(), packed.numpy())
+    return packed
 
 
 def sketch_blocks(num_heads: int, num_pages: int, page_entries: int, entry_bytes: int) -> torch.Tensor:
@@ -112,9 +122,9 @@ def sketch_block_score(
         [kv_head, num_pages] float32.
     """
     assert 0 < num_pages <= blocks.shape[1] * BLOCK_PAGES, (num_pages, blocks.shape)
-    weights = torch.bmm(query.float(), query_map).mul_(scale * LOG2_E)
     scores = torch.empty(blocks.shape[0], num_pages)
-    compiled.sketch_score(weights.numpy(), blocks.flatten(3).numpy(), scores.numpy())
+    codes = blocks.flatten(3).numpy()
+    compiled.sketch_score(_floats(query), query_map.numpy(), scale * LOG2_E, codes, scores.numpy())
     return scores
 
 

@@ -41,7 +41,10 @@ def mean_block_score(query: torch.Tensor, blocks: torch.Tensor, scale: float, nu
 
 def sketch_build(keys: torch.Tensor, key_map: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Return the packed sketch of keys; see `ref.sketch_build`."""
-    return _of(keys).sketch_build(keys, key_map, offset)  # type: ignore[no-any-return]
+    if keys.is_cuda:
+        return _triton().sketch_build(keys, key_map, offset)  # type: ignore[no-any-return]
+    build = cpu.sketch_build if keys.ndim == 3 else ref.sketch_build
+    return build(keys, key_map, offset)
 
 
 def sketch_score(

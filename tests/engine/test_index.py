@@ -1,4 +1,4 @@
-"""Other indexes than page means in a real engine: a killed session goes on with the tokens of one that never stopped."""
+"""Every index in a real engine: a killed session goes on with the tokens of one that never stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
 PROMPT, TURN, NEW = 2100, 24, 24  # two closed stretches
 # of a closed stretch's span: bytes of a page's sketch, clusters
-INDEXED = {"sketch": (128, 16), "two_level": (0, 64)}
+INDEXED = {"means": (0, 16), "sketch": (128, 16), "two_level": (0, 64)}
 
 
-@pytest.mark.parametrize("index", ["sketch", "two_level"])
+@pytest.mark.parametrize("index", ["means", "sketch", "two_level"])
 def test_a_resumed_session_selects_as_one_that_never_stopped(
     new_engine: Callable[..., Engine], real_tokens: list[int], index: str
 ) -> None:

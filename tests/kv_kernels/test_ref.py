@@ -1,6 +1,7 @@
 """The definitions against arithmetic done by hand, and the CPU formulations against the definitions."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -205,13 +206,17 @@ def test_codes_pack_and_unpack() -> None:
     assert torch.equal(ref.unpack_codes(ref.pack_codes(every)), every)
 
 
-def test_sketch_build_by_hand() -> None:
+SKETCH_BUILDS = [ref.sketch_build, cpu.sketch_build, dispatch.sketch_build]
+
+
+@pytest.mark.parametrize("build", SKETCH_BUILDS)
+def test_sketch_build_by_hand(build: Callable[..., torch.Tensor]) -> None:
     keys = torch.tensor([[[1.0, 0.0], [-0.1, 3.0], [100.0, -100.0]]])
     key_map = torch.tensor([[[1.0, 0.0, 2.0, 0.0], [0.0, 1.0, 0.0, -1.0]]])
     offset = torch.tensor([[8.0, 8.0, 7.5, 0.0]])
     # coordinates: 9 8 9.5 0; 7.9 11 7.3 -3; 108 -92 207.5 100
     expected = [[[9, 8, 9, 0], [7, 11, 7, 0], [15, 0, 15, 15]]]
-    assert ref.unpack_codes(ref.sketch_build(keys, key_map, offset)).tolist() == expected
+    assert ref.unpack_codes(build(keys, key_map, offset)).tolist() == expected
 
 
 def test_a_fine_sketch_scores_pages_by_their_attention_mass() -> None:
@@ -237,11 +242,12 @@ def test_sketch_score_of_a_request_ignores_what_lies_beyond_its_length() -> None
     assert (scores[0, :, 3:] == -INF).all()
 
 
-def test_a_code_does_not_depend_on_how_many_keys_share_a_call() -> None:
-    keys, key_map = torch.randn(2, 100, 64).bfloat16(), torch.randn(2, 64, 32)
+@pytest.mark.parametrize("build", SKETCH_BUILDS)
+def test_a_code_does_not_depend_on_how_many_keys_share_a_call(build: Callable[..., torch.Tensor]) -> None:
+    keys, key_map = torch.randn(2, 100, 64).bfloat16(), torch.randn(2, 64, 32).half().float()
     offset = torch.full((2, 32), ref.CODE_CENTRE)
     whole = ref.sketch_build(keys, key_map, offset)
-    parts = [ref.sketch_build(keys[:, i : i + 7], key_map, offset) for i in range(0, 100, 7)]
+    parts = [build(keys[:, i : i + 7], key_map, offset) for i in range(0, 100, 7)]
     assert torch.equal(torch.cat(parts, 1), whole)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -9,16 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvdrive_sglang
 from kv_tier.index import MEANS
 from kv_tier.sketch_index import SketchPlan
 from kv_tier.two_level_index import TwoLevelPlan
 from kvdrive_sglang import index_choice
 from kvdrive_sglang.calibrate import MAPS_FILE
-from kvdrive_sglang.index_choice import choose_index
-from kvdrive_sglang.packaged_model import CONTEXT_LENGTH, MODEL_NAME
+from kvdrive_sglang.index_choice import SHIPPED, SHIPPED_LAYERS, choose_index
+from kvdrive_sglang.packaged_model import CONTEXT_LENGTH
 
-SHIPPED = Path(kvdrive_sglang.__file__).parent / "data" / f"{MODEL_NAME}.npz"
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +25,17 @@ def _fresh() -> None:
     choose_index.cache_clear()
 
 
+def configure(model: Path, layers: int = SHIPPED_LAYERS) -> None:
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+
+
 @pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every model have the packaged model's weights."""
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every model have the packaged model's weights, the one at ``tmp_path`` its shape."""
+    configure(tmp_path)
     with np.load(SHIPPED) as arrays:
         found = arrays["weights"].item()
+        assert len(arrays["offset"]) == SHIPPED_LAYERS
     monkeypatch.setattr(index_choice, "attention_identity", lambda model: found)
 
 
@@ -63,8 +68,12 @@ def test_without_constants_page_means_serve(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert choose_index("sketch", "somebody/on-a-hub", 10) is MEANS
-        monkeypatch.setattr(index_choice, "attention_identity", lambda model: "other weights")
-        assert choose_index("sketch", str(tmp_path), 10) is MEANS
-        (tmp_path / MAPS_FILE).write_bytes(b"damaged")
+        assert choose_index("sketch", str(tmp_path), 10) is MEANS  # no config.json
+        configure(tmp_path, SHIPPED_LAYERS + 1)
         assert choose_index("sketch", str(tmp_path), 11) is MEANS
+        configure(tmp_path)
+        monkeypatch.setattr(index_choice, "attention_identity", lambda model: "other weights")
+        assert choose_index("sketch", str(tmp_path), 12) is MEANS
+        (tmp_path / MAPS_FILE).write_bytes(b"damaged")
+        assert choose_index("sketch", str(tmp_path), 13) is MEANS
     assert caplog.text.count("kvdrive calibrate") >= 2 and "page means" not in caplog.text
