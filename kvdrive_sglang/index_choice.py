@@ -65,7 +65,9 @@ def find_maps(model: Path) -> SketchMaps:
     if own.exists():
         return load_maps(own, attention_identity(model))
     config = json.loads((model / "config.json").read_text())
-    if config.get("num_hidden_layers") == SHIPPED_LAYERS:  # else its weights, tens of gigabytes perhaps, stay unread
+    if (
+        config.get("num_hidden_layers") == SHIPPED_LAYERS
+    ):  # else its weights, tens of gigabytes perhaps, stay unread
         try:
             return load_maps(SHIPPED, attention_identity(model))
         except ConfigError:

@@ -19,7 +19,6 @@ from kvdrive_sglang.index_choice import SHIPPED, SHIPPED_LAYERS, choose_index
 from kvdrive_sglang.packaged_model import CONTEXT_LENGTH
 
 
-
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     choose_index.cache_clear()
