@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kv_kernels import dispatch
+from kv_kernels import compiled, dispatch
 from kv_tier.frames import DUMMY_FRAME
 from kv_tier.meta.read_engine import Ints, ReadPath
 from kv_tier.meta.span_file import SpanFile
@@ -330,20 +330,23 @@ class Fetcher:
     def _sources(self, layer: int, heads: Ints, pages: Ints) -> tuple[Ints, Ints]:
         """Return the row of the frame arena that holds each page, negative for none, and which of them are staging's."""
         store = self.store
-        frames = store.table.frames[pages]
-        pairs = self._pairs(layer, heads)
-        rows: Ints = pairs * store.frames.num_frames + frames
-        store.table.stamp[pages] = store.clock
-        away = np.flatnonzero(frames == NOWHERE)
-        if len(away):
-            found = store.staging.find(pairs[away], pages[away])
-            if (found == IN_FLIGHT).any():
-                self._collect(layer, block=True)
-                found = store.staging.find(pairs[away], pages[away])
-            rows[away] = found
-            away = found[found >= 0]
-            self.trial.used(store.staging.took_guesses(away))
-        return rows, away
+        table, first_pair = store.table, layer * store.geometry.num_kv_heads
+        rows = np.empty(len(pages), dtype=np.int64)
+        count = compiled.frame_rows(
+            heads, pages, first_pair, store.frames.num_frames, table.frames, table.stamp, store.clock, rows
+        )
+        if not count:
+            return rows, rows[:0]
+        away = np.flatnonzero(rows == ABSENT)
+        pairs = self._pairs(layer, heads[away])
+        found = store.staging.find(pairs, pages[away])
+        if (found == IN_FLIGHT).any():
+            self._collect(layer, block=True)
+            found = store.staging.find(pairs, pages[away])
+        rows[away] = found
+        staged = found[found >= 0]
+        self.trial.used(store.staging.took_guesses(staged))
+        return rows, staged
 
     def _pairs(self, layer: int, heads: Ints) -> Ints:
         pairs: Ints = layer * self.store.geometry.num_kv_heads + heads

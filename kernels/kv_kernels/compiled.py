@@ -9,6 +9,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 ABSENT = -1
+SKETCH_LANES = 32  # pages that a sketch's block holds side by side: two registers of float32
 
 
 @njit("int32(int32[::1], int64, int64, int64)", cache=True)
@@ -160,6 +161,22 @@ def absent(rows, selected, slot_of, missing):
                     missing[0, count], missing[1, count], missing[2, count] = r, h, page
                     count += 1
     return count
+
+
+@njit("int64(int64[::1], int64[::1], int64, int64, int64[::1], int64[::1], int64, int64[::1])", cache=True)
+def frame_rows(heads, pages, first_pair, num_frames, frame_of, stamp, clock, rows):
+    """Fill `rows` ([n] int64) with where the frame arena holds pages ([n] int64 KV head, logical page), ABSENT for no frame, and
+    note in `stamp` that they are used now; return how many have no frame."""
+    away = 0
+    for i in range(len(pages)):
+        frame = frame_of[pages[i]]
+        stamp[pages[i]] = clock
+        if frame == ABSENT:
+            rows[i] = ABSENT
+            away += 1
+        else:
+            rows[i] = (first_pair + heads[i]) * num_frames + frame
+    return away
 
 
 @njit("void(int64[::1], int64[:, :, ::1], float32[:, :, ::1], int64[::1])", cache=True)
@@ -416,12 +433,12 @@ def _largest(logits, g, best):
 def sketch_score(query, query_map, scale, blocks, scores):
     """Fill `scores` ([kv_head, page] float32) with sums of softmaxes to the base 2; every page of `scores` counts.
 
-    A block holds 16 pages, its lanes: loops run over them, become vector instructions, and no sum depends on how many pages
+    A block holds `SKETCH_LANES` pages: loops run over them, become vector instructions, and no sum depends on how many pages
     follow.
 
     Args:
         query: [kv_head, group, head_dim] float32; query_map: [kv_head, head_dim, direction] float32; scale: float32, of the
-            logits to the base 2; blocks: [kv_head, block, direction / 2, entry of a page * 16] uint8 of
+            logits to the base 2; blocks: [kv_head, block, direction / 2, entry of a page * lane] uint8 of
             `cpu.sketch_blocks`.
     """
     num_heads, _, _, width = blocks.shape
@@ -436,14 +453,14 @@ def sketch_score(query, query_map, scale, blocks, scores):
                 value, row = query[h, g, d] * scale, query_map[h, d]
                 for r in range(len(out)):
                     out[r] += value * row[r]
-    num_blocks = (num_pages + 15) // 16
+    num_blocks = (num_pages + SKETCH_LANES - 1) // SKETCH_LANES
     chunk = min(group, 9)
     logits = np.empty((num_blocks, chunk, width), dtype=np.float32)
-    sums = np.empty((num_blocks, 16), dtype=np.float32)
-    masses = np.empty((num_blocks, 16), dtype=np.float32)
+    sums = np.empty((num_blocks, SKETCH_LANES), dtype=np.float32)
+    masses = np.empty((num_blocks, SKETCH_LANES), dtype=np.float32)
     powers = np.empty(width, dtype=np.float32)
     best = np.empty(width, dtype=np.float32)
-    lanes = np.empty(16, dtype=np.float32)
+    lanes = np.empty(SKETCH_LANES, dtype=np.float32)
     for h in range(num_heads):
         masses[:] = np.float32(0)
         for begin in range(0, group, chunk):
@@ -454,7 +471,7 @@ def sketch_score(query, query_map, scale, blocks, scores):
             for g in range(rows):
                 last = logits[num_blocks - 1, g]
                 for c in range(width):  # pages of the last block that do not count
-                    if c % 16 > (num_pages - 1) % 16:
+                    if c % SKETCH_LANES > (num_pages - 1) % SKETCH_LANES:
                         last[c] = np.float32(-np.inf)
                 top = _largest(logits, g, best)
                 lanes[:] = np.float32(0)
@@ -463,19 +480,19 @@ def sketch_score(query, query_map, scale, blocks, scores):
                     for c in range(width):
                         powers[c] = _power(row[c] - top)
                     sums[b] = np.float32(0)
-                    for i in range(0, width, 16):
-                        for c in range(16):
+                    for i in range(0, width, SKETCH_LANES):
+                        for c in range(SKETCH_LANES):
                             sums[b, c] += powers[i + c]
-                    for c in range(16):
+                    for c in range(SKETCH_LANES):
                         lanes[c] += sums[b, c]
                 total = np.float32(0)
-                for c in range(16):
+                for c in range(SKETCH_LANES):
                     total += lanes[c]
                 share = np.float32(1) / total
                 for b in range(num_blocks):
-                    for c in range(16):
+                    for c in range(SKETCH_LANES):
                         masses[b, c] += sums[b, c] * share
-        whole = masses.reshape(num_blocks * 16)
+        whole = masses.reshape(num_blocks * SKETCH_LANES)
         for p in range(num_pages):
             scores[h, p] = whole[p]
 

@@ -8,7 +8,7 @@ import torch
 from kv_kernels import compiled
 
 LOG2_E = math.log2(math.e)
-BLOCK_PAGES = 16  # pages that a sketch's block holds side by side: a register of float32
+BLOCK_PAGES = compiled.SKETCH_LANES
 MEAN_BLOCK_PAGES = (
     128  # pages that a block of means holds side by side: what is read at once stays in the nearest cache
 )
@@ -93,8 +93,8 @@ def sketch_blocks(num_heads: int, num_pages: int, page_entries: int, entry_bytes
     """Return room for the sketches of pages, for `sketch_put` and `sketch_block_score`.
 
     Returns:
-        [kv_head, ceil(num_pages / 16), entry_bytes, page_entries, 16] uint8: byte j of entry i of page p is at
-        [:, p // 16, j, i, p % 16].
+        [kv_head, ceil(num_pages / 32), entry_bytes, page_entries, 32] uint8: byte j of entry i of page p is at
+        [:, p // 32, j, i, p % 32].
     """
     return torch.zeros(
         num_heads, -(-num_pages // BLOCK_PAGES), entry_bytes, page_entries, BLOCK_PAGES, dtype=torch.uint8

@@ -253,7 +253,7 @@ def test_a_code_does_not_depend_on_how_many_keys_share_a_call(build: Callable[..
 
 @pytest.mark.parametrize("page_entries", [1, 4, 8])
 @pytest.mark.parametrize(
-    ("num_pages", "group", "directions"), [(1, 1, 2), (15, 3, 6), (16, 4, 8), (17, 1, 32), (40, 9, 10)]
+    ("num_pages", "group", "directions"), [(1, 1, 2), (31, 3, 6), (32, 4, 8), (33, 1, 32), (80, 9, 10)]
 )
 def test_blocks_score_as_sketches_do(page_entries: int, num_pages: int, group: int, directions: int) -> None:
     heads, dim = 2, 12
