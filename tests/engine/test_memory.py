@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MIB = 1 << 20
 NUM_SESSIONS = 8
-TOKENS = 2000
-DRAM, DEVICE = 80 * MIB, 256 * MIB
+TOKENS = 2150
+DRAM, DEVICE = 92 * MIB, 256 * MIB
 
 
 def peak_bytes(process: Path) -> int:

@@ -103,7 +103,7 @@ def test_selection_digest_follows_what_selects() -> None:
 
 
 def test_every_index_can_be_asked_for() -> None:
-    assert parse_config({"data_dir": "d"}).index == "means"
+    assert parse_config({"data_dir": "d"}).index == "sketch"
     assert [parse_config({"data_dir": "d", "index": name}).index for name in INDEXES] == list(INDEXES)
     with pytest.raises(ConfigError, match="index"):
         parse_config({"data_dir": "d", "index": "quest"})
