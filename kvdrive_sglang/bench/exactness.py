@@ -35,6 +35,8 @@ from kvdrive_sglang.bench.engines import (
 )
 from kvdrive_sglang.bench.report import BenchResult
 from kvdrive_sglang.bench.texts import ModelTokenizer, prompts
+from kvdrive_sglang.config import KVDriveConfig
+from kvdrive_sglang.index_choice import choose_index
 from kvdrive_sglang.sizing import dram_bytes_for
 
 NAME = "exactness"
@@ -207,7 +209,8 @@ def compare_residency(
     geometry = geometry_of(model)
     most = max(geometry.num_pages(len(text) + RESIDENT_NEW_TOKENS) for text in texts)
     num_pages = most * len(texts) + 8
-    everything = dram_bytes_for(num_pages + 1, num_pages + 1, geometry)
+    index = choose_index(KVDriveConfig(data_dir=str(root)).index, str(model), most * geometry.page_size)
+    everything = dram_bytes_for(num_pages + 1, num_pages + 1, geometry, index)
     flags = {
         "chunked_prefill_size": RESIDENT_CHUNK,
         "max_running_requests": 2,
@@ -227,7 +230,7 @@ def compare_residency(
                     data_dir=str(root / f"case-{budget}-{number}"),
                     budget_tokens=budget,
                     window_multiple=window,
-                    dram_bytes=dram_bytes_for(frames + 1, num_pages + 1, geometry),
+                    dram_bytes=dram_bytes_for(frames + 1, num_pages + 1, geometry, index),
                 )
                 got, moved = attention_of(engine, texts)
                 if wanted is None:
