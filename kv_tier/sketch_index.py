@@ -106,9 +106,11 @@ class SketchIndex(MeansIndex):
         return (span.read_sketch(),)
 
     def attach(self, pages: torch.Tensor, ordinals: Sequence[int], parts: tuple[np.ndarray, ...]) -> None:
-        found = torch.from_numpy(parts[0])[:, :, list(ordinals)].transpose(1, 2)
-        for layer, codes in enumerate(self.codes):
-            codes[pages] = found[layer].reshape(len(pages), *codes.shape[1:])
+        found = torch.from_numpy(parts[0])
+        if list(ordinals) != list(range(found.shape[2])):
+            found = found[:, :, list(ordinals)]
+        for codes, layer in zip(self.codes, found, strict=True):
+            codes.index_copy_(0, pages, layer.transpose(0, 1).reshape(len(pages), *codes.shape[1:]))
 
     def device(self, max_pages: int) -> DeviceIndex:
         return DeviceSketch(self, max_pages)
