@@ -13,9 +13,7 @@ from kv_tier.geometry import Geometry
 from kv_tier.modes import DEFAULT_EVICTION, EvictionName
 
 ABSENT = compiled.ABSENT
-GATHER_ALONE_BYTES = (
-    1 << 20
-)  # keys of fewer are copied by one thread: to wake another takes longer than it saves
+GATHER_ALONE_BYTES = 1 << 20  # of keys: up to here one thread copies, waking another takes longer
 _NO_PRIORITY = np.zeros((1, 1, 0), dtype=np.float32)
 
 

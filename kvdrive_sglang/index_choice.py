@@ -65,9 +65,8 @@ def find_maps(model: Path) -> SketchMaps:
     if own.exists():
         return load_maps(own, attention_identity(model))
     config = json.loads((model / "config.json").read_text())
-    if (
-        config.get("num_hidden_layers") == SHIPPED_LAYERS
-    ):  # else its weights, tens of gigabytes perhaps, stay unread
+    # a model of another depth is told apart without reading its weights, tens of gigabytes perhaps
+    if config.get("num_hidden_layers") == SHIPPED_LAYERS:
         try:
             return load_maps(SHIPPED, attention_identity(model))
         except ConfigError:

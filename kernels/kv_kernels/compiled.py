@@ -443,9 +443,8 @@ def sketch_score(query, query_map, scale, blocks, scores):
     """
     num_heads, _, _, width = blocks.shape
     group, num_pages = query.shape[1], scores.shape[1]
-    weights = np.zeros(
-        (num_heads, group, query_map.shape[2]), dtype=np.float32
-    )  # what a code adds to a logit
+    # what a code adds to a logit
+    weights = np.zeros((num_heads, group, query_map.shape[2]), dtype=np.float32)
     for h in range(num_heads):
         for g in range(group):
             out = weights[h, g]
