@@ -45,6 +45,7 @@ MOST_LENT = 64  # frames in use that staging borrows per step
 PROFILE_FETCHES = 512  # fetches between two looks at the stalls
 TRIAL_FETCHES = 64  # prefetching is tried for so many fetches,
 REST_FETCHES = 448  # and rests for so many if it did not pay
+_NONE = np.zeros(0, dtype=np.int64)
 LOST = "LOST_PAGE: a page of this sequence could not be read or failed its checksum; a retry recomputes it"
 
 
@@ -193,12 +194,14 @@ class Fetcher:
             pages = np.stack([state.pages.numpy() for state in states])[absent.request, absent.ordinal]
         sources, staged = self._sources(layer, absent.head, pages)
         away = np.flatnonzero(sources < 0)
-        keys = absent.head[away] * store.limits.num_pages + pages[away]
-        first = inverse = np.arange(len(away))
-        if len(states) > 1:  # requests with a common prefix lack the same pages
-            keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        keys = heads = missing = inverse = _NONE
+        if len(away):
+            heads, missing, inverse = absent.head[away], pages[away], np.arange(len(away))
+            keys = heads * store.limits.num_pages + missing
+            if len(states) > 1:  # requests with a common prefix lack the same pages
+                keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+                heads, missing = heads[first], missing[first]
         self._count_reads(layer, keys)
-        heads, missing = absent.head[away[first]], pages[away[first]]
         started_ns = time.perf_counter_ns()
         batches: list[PageBatch] = []
         if len(away) or self.mode == "layerwise":
@@ -262,11 +265,13 @@ class Fetcher:
         if len(sources):
             _move((frames.k_all, frames.v_all), sources, (k_out, v_out), at)
         self._num_started -= 1
-        self._promoted.append(fetch.staged)
+        if len(fetch.staged):
+            self._promoted.append(fetch.staged)
         if not self._num_started:
             self.store.staging.release()
-            self.store.staging.demote(np.concatenate(self._promoted))
-            self._promoted.clear()
+            if self._promoted:
+                self.store.staging.demote(np.concatenate(self._promoted))
+                self._promoted.clear()
 
     def _wait(self, fetch: Fetch) -> None:
         begin = time.perf_counter_ns()

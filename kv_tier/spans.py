@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_tier.geometry import DTYPES, Geometry
+from kv_tier.helper_threads import compute_on_one_core
 from kv_tier.meta.data_dir import DataDir, claimed_id, span_name, temporary_name
 from kv_tier.meta.encryption import Keyring
 from kv_tier.meta.errors import CapacityError, ConfigError, ExtentIoError, KVDriveError
@@ -532,6 +533,7 @@ class SpanStore:
         return jobs
 
     def _write_jobs(self) -> None:
+        compute_on_one_core()
         while (job := self._jobs.get()) is not None:
             try:
                 job.span = self._write(job)

@@ -14,6 +14,7 @@ from kv_tier.device_memory import DeviceMemory
 from kv_tier.fetch import Fetcher
 from kv_tier.frames import DUMMY_FRAME, FrameArena
 from kv_tier.geometry import Geometry, bits
+from kv_tier.helper_threads import compute_on_one_core
 from kv_tier.index import MEANS, DeviceIndex, IndexPlan
 from kv_tier.layer_stream import LayerStream
 from kv_tier.meta.errors import CapacityError, CorruptExtentError, ExtentIoError
@@ -148,7 +149,9 @@ class TieredStore:
         self.costs = Costs()
         self.clock = 0
         self.pinned = np.zeros(limits.num_pages, dtype=bool)
-        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvdrive-layers")
+        self.readers = ThreadPoolExecutor(
+            READ_THREADS, thread_name_prefix="kvdrive-layers", initializer=compute_on_one_core
+        )
         self.staging = Staging(geometry, limits.num_pages, limits.num_frames)
         if read_path is None:
             read_path = choose_read_path(spans.data_dir.spans_fd)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_tier.frames import DUMMY_FRAME
+from kv_tier.helper_threads import compute_on_one_core
 from kv_tier.meta.errors import KVDriveError
 from kv_tier.meta.kv_codec import KvEncoding, encode_pages
 from kv_tier.meta.span_file import SpanFile
@@ -62,7 +63,9 @@ class Transcoder:
     def __init__(self, store: TieredStore, encoding: ColdEncoding) -> None:
         self.store = store
         self.encoding = encoding
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvdrive-transcoder")
+        self._worker = ThreadPoolExecutor(
+            1, thread_name_prefix="kvdrive-transcoder", initializer=compute_on_one_core
+        )
         self._written: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._held: set[SpanFile] = set()

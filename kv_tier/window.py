@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_kernels import compiled, dispatch
+from kv_kernels import compiled
 from kv_tier.eviction import Shape, bytes_per_page, new_eviction
 from kv_tier.geometry import Geometry
 from kv_tier.modes import DEFAULT_EVICTION, EvictionName
 
 ABSENT = compiled.ABSENT
-GATHER_ALONE_BYTES = 1 << 20  # of keys: up to here one thread copies, waking another takes longer
 _NO_PRIORITY = np.zeros((1, 1, 0), dtype=np.float32)
 
 
@@ -89,7 +88,6 @@ class WindowCaches:
         self.total_misses = np.zeros((layers, heads), dtype=np.int64)
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._gathered = torch.empty(2, 0, geometry.page_elements, dtype=geometry.dtype)
-        self._places = torch.arange(0)
 
     @staticmethod
     def bytes_for(
@@ -198,15 +196,11 @@ class WindowCaches:
     def gather(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy rows ([n] int64) of ``k[layer]`` and ``v[layer]`` together; the next call overwrites what is returned."""
         k, v, count = self.k[layer], self.v[layer], len(rows)
-        if count > len(self._places):
+        if count > self._gathered.shape[1]:
             self._gathered = self._gathered.new_empty(2, count, k.shape[1])
-            self._places = torch.arange(count)
         k_out, v_out = self._gathered[:, :count]
-        if k_out.nbytes > GATHER_ALONE_BYTES:
-            torch.index_select(k, 0, rows, out=k_out)
-            torch.index_select(v, 0, rows, out=v_out)
-        else:
-            dispatch.fetch_pages(k, v, k_out, v_out, rows, self._places[:count])
+        torch.index_select(k, 0, rows, out=k_out)
+        torch.index_select(v, 0, rows, out=v_out)
         return k_out, v_out
 
     def check_integrity(self) -> None:

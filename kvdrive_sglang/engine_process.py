@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from kv_tier.meta.errors import KVDriveError
+from kvdrive_sglang.launch import ENVIRONMENT
 
 TAIL_LINES = 15
 FIRST_PORT = 20000
@@ -94,7 +95,7 @@ class EngineProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"}
+        quiet = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore"}
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 server_command(arguments, host="127.0.0.1", port=port, module=module),

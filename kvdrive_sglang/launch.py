@@ -6,6 +6,10 @@ from typing import Any
 
 from kvdrive_sglang.config import KVDriveConfig
 
+# Threads of a matrix product wait awake for the next one, about 0.1 ms, then sleep: waking them for each of a token's 120
+# products costs more than half of what the products take; an idle engine, or one that plans, leaves its cores to others.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+
 
 def server_arguments(config: KVDriveConfig, model_path: str, **extra: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``sglang.Engine`` (or, dashed, the flags of ``sglang serve``).

@@ -1,8 +1,8 @@
 """kvdrive bench decode: what a token costs at 1K to 32K tokens and in a batch of 8, and how true sparse attention stays.
 
-Three engines live side by side and take turns: SGLang's ``torch_native`` backend, ``dense`` (the best dense formulation
-in plain torch that we found, ``dense_backend.py``) and ``sparse`` (ours: budget 1024, window cache x2, frames for all of
-the KV). All three run the same server with the same flags; the engines that wait sleep.
+Three engines live side by side: SGLang's ``torch_native`` backend, ``dense`` (the best dense formulation in plain torch that we
+found, ``dense_backend.py``) and ``sparse`` (ours: budget 1024, window cache x2, frames for all of the KV). All three run the
+same server with the same flags; the engines that wait sleep. Every round takes each context on each engine once.
 
 First fidelity, then time. Texts of 7,040 tokens with their true continuation of 64 forced tokens, one of them a passage
 copied from 6,000 tokens back, give the logits of every decode step: agreement is how often the most likely token is that
@@ -100,9 +100,9 @@ def run(full: bool, progress: Progress) -> BenchResult:
             tokenizer,
             [*CONTEXTS.values(), max(UNATTENDED.values()), CONTEXTS[LONGEST], BATCH * BATCH_OWN_TOKENS],
         )
-        timing = measure_time(engines, dict(zip(CONTEXTS, texts, strict=True)), rounds, progress)
-        long_texts = {context: long_text[:length] for context, length in UNATTENDED.items()}
-        timing += measure_time(engines, long_texts, rounds, progress, unattended=True)
+        timed = dict(zip(CONTEXTS, texts, strict=True))
+        timed |= {context: long_text[:length] for context, length in UNATTENDED.items()}
+        timing = measure_time(engines, timed, rounds, progress)
         batch = [
             shared[:-BATCH_OWN_TOKENS] + own[i * BATCH_OWN_TOKENS : (i + 1) * BATCH_OWN_TOKENS]
             for i in range(BATCH)
@@ -173,42 +173,36 @@ def summary_of(timing: list[dict[str, Any]], fidelity: list[dict[str, Any]]) -> 
 
 
 def measure_time(
-    engines: dict[str, BenchEngine],
-    texts: dict[str, list[int]],
-    rounds: int,
-    progress: Progress,
-    *,
-    unattended: bool = False,
+    engines: dict[str, BenchEngine], texts: dict[str, list[int]], rounds: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Decode ``ROUND_TOKENS`` per engine and round, the engines in turn; the prompt is prefilled in the first round."""
-    rows = []
-    for context, text in texts.items():
-        gaps: dict[str, list[float]] = {name: [] for name in engines}
-        attention: dict[str, list[float]] = {name: [] for name in engines}
-        for number in range(rounds):
-            for name, engine in engines.items():
-                progress(f"{context}: {name}, round {number + 1} of {rounds}")
-                engine.new_steps()
-                answer = engine.ask(Request(text, ROUND_TOKENS, wish={"unattended": unattended}))
-                arrivals = answer.arrivals[SKIPPED_TOKENS:]
-                gaps[name] += [b - a for a, b in pairwise(arrivals)]
-                steps = [step for step in engine.new_steps() if step.decode and answer.rid in step.rids]
-                attention[name] += [step.attention_us for step in steps[SKIPPED_TOKENS:]]
-        rows += [
-            {
-                "context": context,
-                "backend": name,
-                "ms_per_token": median(gaps[name]) * 1e3,
-                "attention_us": median(attention[name]),
-            }
-            for name in engines
-        ]
-        if not unattended:  # what was not attended goes on from its shorter self
-            for engine in engines.values():
-                engine.flush()
+    """Decode ``ROUND_TOKENS`` per context, engine and round, all of them in turn, so that a slow minute of the machine
+    falls on all; prompts are prefilled in the first round and kept."""
+    cells = [(context, name) for context in texts for name in engines]
+    gaps: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
+    attention: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
     for engine in engines.values():
         engine.flush()
-    return rows
+    for number in range(rounds):
+        for context, name in cells:
+            progress(f"{context}: {name}, round {number + 1} of {rounds}")
+            engine = engines[name]
+            engine.new_steps()
+            wish = {"unattended": context in UNATTENDED}
+            answer = engine.ask(Request(texts[context], ROUND_TOKENS, wish=wish))
+            gaps[context, name] += [b - a for a, b in pairwise(answer.arrivals[SKIPPED_TOKENS:])]
+            steps = [step for step in engine.new_steps() if step.decode and answer.rid in step.rids]
+            attention[context, name] += [step.attention_us for step in steps[SKIPPED_TOKENS:]]
+    for engine in engines.values():
+        engine.flush()
+    return [
+        {
+            "context": context,
+            "backend": name,
+            "ms_per_token": median(gaps[context, name]) * 1e3,
+            "attention_us": median(attention[context, name]),
+        }
+        for context, name in cells
+    ]
 
 
 def measure_batch(

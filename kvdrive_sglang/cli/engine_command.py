@@ -22,6 +22,7 @@ from kv_tier.meta.data_dir import DataDir
 from kv_tier.meta.errors import ConfigError
 from kvdrive_sglang.config import CONFIG_ENV, KVDriveConfig, load_config
 from kvdrive_sglang.engine_process import server_command
+from kvdrive_sglang.launch import ENVIRONMENT, server_arguments
 from kvdrive_sglang.packaged_model import MODEL_NAME, ensure_model
 
 PACKAGED: Final = "packaged"
@@ -113,15 +114,11 @@ def engine(
         )
     command = engine_command(settings, _model(model_path, fetch=True), listen, extra)
     sys.stdout.flush()
-    os.execve(
-        command[0], command, {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    )
+    os.execve(command[0], command, {**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false", **os.environ})
 
 
 def engine_command(config: KVDriveConfig, model_path: str, host: str, extra: list[str]) -> list[str]:
     """Return the command line of SGLang's server: Python, our flags, then ``extra``, which wins."""
-    from kvdrive_sglang.launch import server_arguments
-
     arguments = server_arguments(config, model_path)
     return [*server_command(arguments, host=host, port=config.http_port), *extra]
 

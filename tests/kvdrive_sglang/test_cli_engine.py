@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from kv_tier.meta.data_dir import DataDir
 from kvdrive_sglang.cli.main import build_app
 from kvdrive_sglang.engine_process import FIRST_PORT, LOCAL_PORT_RANGE, free_port
+from kvdrive_sglang.launch import ENVIRONMENT
 
 Executed = list[tuple[str, list[str], dict[str, str]]]
 
@@ -25,7 +26,8 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Executed:
     calls: Executed = []
     monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
     monkeypatch.delenv("KVDRIVE_CONFIG", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
     return calls
 
 
@@ -90,7 +92,7 @@ def test_becomes_the_server_with_checked_values(tmp_path: Path, model: Path, exe
     assert started.exit_code == 0, started.output
     [(program, command, environment)] = executed
     assert program == command[0] and command[1:3] == ["-m", "sglang.launch_server"]
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert {**environment, **ENVIRONMENT} == environment
     flags = flags_of(command)
     assert (flags["--model-path"], flags["--host"], flags["--port"]) == (str(model), "127.0.0.1", str(port))
     config = linker_config(flags)
