@@ -32,6 +32,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOADING = (
+    "load_format",
+    "model_loader_extra_config",
+    "custom_weight_loader",
+    "model_impl",
+    "quantization",
+    "quantization_param_path",
+    "quantize_and_serve",
+    "modelopt_quant",
+    "rl_quant_profile",
+)
+"""SGLang's arguments that make other numbers of the same weight files."""
+
 
 class _Writer(Protocol):
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
@@ -182,7 +195,7 @@ def build_store(config: KVDriveConfig, geometry: Geometry, *, num_pages: int) ->
     keyring = None if config.encryption_key_file is None else Keyring.from_file(config.encryption_key_file)
     data_dir = DataDir.open(config.data_dir, role="engine")
     identity = Identity(
-        fingerprint=_fingerprint(config, geometry),
+        fingerprint=fingerprint_of(config, geometry),
         selection=config.selection_digest(index.identity),
         sketch=index.sketch_digest,
     )
@@ -223,7 +236,8 @@ def _context_length() -> int:
     return int(ModelConfig.from_server_args(get_server_args()).context_len)
 
 
-def _fingerprint(config: KVDriveConfig, geometry: Geometry) -> bytes:
+def fingerprint_of(config: KVDriveConfig, geometry: Geometry) -> bytes:
+    """Return the engine fingerprint of the server that this process runs."""
     model = get_server_args()
     parallel = get_parallel()
     return engine_fingerprint(
@@ -231,6 +245,7 @@ def _fingerprint(config: KVDriveConfig, geometry: Geometry) -> bytes:
             "weights": weights_identity(model.model_path, config.model_revision),
             "tokenizer": tokenizer_identity(model.tokenizer_path or model.model_path),
             "overrides": str(model.json_model_override_args),
+            **{name: str(getattr(model, name)) for name in LOADING},
             "dtype": str(geometry.dtype),
             "layers": geometry.num_layers,
             "kv_heads": geometry.num_kv_heads,

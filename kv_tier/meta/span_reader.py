@@ -6,6 +6,7 @@ Reads use positions, so any number of threads may share a SpanFile; none may out
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -418,15 +419,22 @@ class SpanFile:
     def kv_file(self, direct: bool) -> tuple[FileSystem, int]:
         """Return where KV is read from: past the page cache if asked, on a descriptor that closes with the span.
 
+        Where no second descriptor is to be had, the first gives the same bytes, through the page cache.
+
         Raises:
             ExtentIoError: the file cannot be opened a second time.
         """
         if not direct:
             return self._fs, self.fd
         if self._direct_fd < 0:
-            with _opening, naming("open", self.path):
+            with _opening:
                 if self._direct_fd < 0:
-                    self._direct_fd = self._fs.reopen(self.fd, os.O_RDONLY | os.O_DIRECT)
+                    try:
+                        self._direct_fd = self._fs.reopen(self.fd, os.O_RDONLY | os.O_DIRECT)
+                    except OSError as error:
+                        if error.errno not in (errno.EMFILE, errno.ENFILE):
+                            raise ExtentIoError.of(error, "open", self.path) from error
+                        return self._fs, self.fd
         return self._fs, self._direct_fd
 
     def layer_places(self, layer: int) -> tuple[Raw, Raw, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_tier.meta.file_system import FileSystem
 from kv_tier.meta.span_file import SpanFile
 from kv_tier.meta.span_format import SectionType
 from kv_tier.spans import SpaceLimits
@@ -168,6 +169,25 @@ class AlwaysFailing(FaultyFileSystem):
 
     def _step(self, operation: str) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO), operation)
+
+
+class NoDescriptors(FileSystem):
+    """A process that may open no further file."""
+
+    def reopen(self, fd: int, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_too_many_open_files_are_no_damage(new_engine: EngineFactory) -> None:
+    sound = new_engine()
+    expected = sound.generate(sealed_pair(sound)[0], 3)
+    engine = new_engine()
+    victim, _ = sealed_pair(engine)
+    for span in engine.spans.spans.values():
+        span._fs = NoDescriptors()
+    assert torch.equal(engine.generate(victim, 3), expected)
+    assert engine.state(victim).failure is None
+    assert engine.spans.num_quarantined == 0
 
 
 def test_pages_still_in_frames_outlive_their_span(new_engine: EngineFactory) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvdrive_sglang.pool import LOADING
+
 
 def resolve(path: str) -> Any:
     parts = path.split(".")
@@ -97,6 +99,7 @@ FIELDS = {
         "tokenizer_path",
         "json_model_override_args",
         "attention_backend",
+        *LOADING,
     ],
     "sglang.srt.mem_cache.hicache_storage.PoolTransfer": ["keys", "device_indices"],
     "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams": ["key", "req"],
